@@ -1,0 +1,248 @@
+"""The one door through which all chance comes in.
+
+A rule or a drafter never calls a random generator: it asks a ``Chooser`` to *accept* with a
+probability, or to *draw* from a distribution, and says at which place the question arises.
+
+* ``SeededChooser`` answers from a counter-based stream: the answer is a function of the seed
+  and the place alone, so requests reproduce whatever runs beside them.
+* ``EnumeratingChooser`` walks every outcome with its exact probability, so the production code
+  of a rule can be run to its exact output law.
+* ``ScriptedChooser`` answers from a list, for tests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+from jaxtyping import Float64, Int64, UInt64
+
+from outrider.core.distribution import Distribution
+
+__all__ = [
+    "Chooser",
+    "EnumeratingChooser",
+    "Place",
+    "Purpose",
+    "ScriptedChooser",
+    "SeededChooser",
+    "enumerate_outcomes",
+]
+
+Purpose = Literal["target", "draft", "accept", "residual"]
+T = TypeVar("T")
+
+
+class Place(NamedTuple):
+    """Where a question of chance arises. Two different places never share noise.
+
+    Parameters
+    ----------
+    position
+        Index of the token in the output; 0 is the first generated one.
+    purpose
+        ``target``: the target's own token at this position, which the ``coupled`` rule and a
+        drafter that wants to agree with it draw from the same noise, on purpose.
+        ``draft``, ``accept``, ``residual``: the three draws of the rejection rule, independent.
+    round
+        Number of the round; 0 for ``target``, whose noise must not depend on the rounds.
+    node
+        Node of the proposal, where several share one position.
+    """
+
+    position: int
+    purpose: Purpose
+    round: int = 0
+    node: int = 0
+
+
+class Chooser(Protocol):
+    """Accept with a probability, or draw from a distribution, at a place."""
+
+    def accept(self, probability: float, place: Place) -> bool:
+        """True with the given probability."""
+        ...
+
+    def draw(self, law: Distribution, place: Place) -> int:
+        """A token with the given law."""
+        ...
+
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+def _uniforms(key: int, counters: Int64[np.ndarray, " n"]) -> Float64[np.ndarray, " n"]:
+    """One uniform in (0, 1) for each counter: SplitMix64 at arbitrary places of its stream.
+
+    Source: Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators".
+    """
+    with np.errstate(over="ignore"):
+        x: UInt64[np.ndarray, " n"] = np.uint64(key) + counters.astype(np.uint64) * _GOLDEN
+        x = (x ^ (x >> np.uint64(30))) * _MIX_1
+        x = (x ^ (x >> np.uint64(27))) * _MIX_2
+        x = x ^ (x >> np.uint64(31))
+    return ((x >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+
+
+class SeededChooser:
+    """Answers that depend on the seed, the sequence and the place, and on nothing else.
+
+    ``draw`` is an exponential race (the Gumbel-max trick in another dress): token x finishes at
+    E_x / p(x) with E_x exponential, and the first to finish is drawn; its law is p. Tokens with
+    p(x) >= 1/1024 race with noise of their own. The rest race as one with their total
+    probability, and if they win, one uniform picks among them: with a vocabulary of 152 k this
+    replaces 152 k noises by at most 1024, and two similar laws still agree on nearly all draws.
+    This layout is part of the meaning of a seed.
+
+    Parameters
+    ----------
+    seed
+        Any integer.
+    sequence
+        Number of the sequence within the request, so that several answers to one prompt differ.
+
+    Example
+    -------
+    >>> chooser, place = SeededChooser(7), Place(0, "target")
+    >>> p = Distribution.dense([0.5, 0.3, 0.2])
+    >>> chooser.draw(p, place) == SeededChooser(7).draw(p, place)
+    True
+    """
+
+    RACES_ALONE = 1 / 1024
+    # Counters are token ids for the racers; these two lie outside every vocabulary.
+    _REST, _SINGLE = -1, -2
+
+    def __init__(self, seed: int, sequence: int = 0) -> None:
+        self.seed = seed
+        self.sequence = sequence
+
+    def _key(self, place: Place) -> int:
+        text = f"{self.seed} {self.sequence} {place.position} {place.purpose} {place.round} {place.node}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+    def accept(self, probability: float, place: Place) -> bool:
+        """True if the place's one uniform falls below the probability."""
+        return bool(_uniforms(self._key(place), np.array([self._SINGLE]))[0] < probability)
+
+    def draw(self, law: Distribution, place: Place) -> int:
+        """The winner of the exponential race at this place."""
+        if len(law.ids) == 1:
+            return int(law.ids[0])
+        key = self._key(place)
+        head = np.flatnonzero(law.probs >= self.RACES_ALONE)
+        rest = 1.0 - float(law.probs[head].sum()) if len(head) < len(law.ids) else 0.0
+        counters = np.append(law.ids[head], self._REST)
+        with np.errstate(divide="ignore"):
+            finish = -np.log(_uniforms(key, counters)) / np.append(law.probs[head], max(rest, 0.0))
+        winner = int(np.argmin(finish))
+        if winner < len(head):
+            return int(law.ids[head[winner]])
+        tail = np.flatnonzero(law.probs < self.RACES_ALONE)
+        cumulative = np.cumsum(law.probs[tail])
+        u = _uniforms(key, np.array([self._SINGLE]))[0] * cumulative[-1]
+        return int(law.ids[tail[min(int(np.searchsorted(cumulative, u, "right")), len(tail) - 1)]])
+
+
+class ScriptedChooser:
+    """Answers from two lists, in order; for tests that need one particular course of events."""
+
+    def __init__(self, accepts: Sequence[bool] = (), draws: Sequence[int] = ()) -> None:
+        self._accepts = iter(accepts)
+        self._draws = iter(draws)
+
+    def accept(self, probability: float, place: Place) -> bool:
+        """The next scripted answer."""
+        return next(self._accepts)
+
+    def draw(self, law: Distribution, place: Place) -> int:
+        """The next scripted token; it must be possible under the law."""
+        token = next(self._draws)
+        if law[token] == 0.0:
+            raise ValueError(f"Token {token} was scripted, but it has probability zero here.")
+        return token
+
+
+class EnumeratingChooser:
+    """One walk through a program's tree of chances, along a given prefix of outcomes.
+
+    ``weight`` is the probability of the walk so far. A place may be asked only once: a second
+    question there would reuse noise, which independent random numbers hide and which biases
+    real output. The one exception is ``target``, whose noise is shared on purpose; there the
+    outcomes are enumerated jointly, by the exact law of an exponential race run several times
+    on the same noise (``outrider.core.race``).
+    """
+
+    def __init__(self, prefix: Sequence[int]) -> None:
+        self._prefix = prefix
+        self._asked: dict[Place, list[tuple[Distribution, int]]] = {}
+        self.taken: list[int] = []
+        self.options: list[list[int]] = []
+        self.weight = 1.0
+
+    def _choose(self, outcomes: Sequence[tuple[int, float]]) -> int:
+        possible = {outcome: weight for outcome, weight in outcomes if weight > 0.0}
+        step = len(self.taken)
+        outcome = self._prefix[step] if step < len(self._prefix) else next(iter(possible))
+        self.taken.append(outcome)
+        self.options.append(list(possible))
+        self.weight *= possible[outcome]
+        return outcome
+
+    def accept(self, probability: float, place: Place) -> bool:
+        """Both answers are walked, with their probabilities."""
+        if place in self._asked:
+            raise AssertionError(f"Noise was used twice at {place}.")
+        self._asked[place] = []
+        probability = min(1.0, max(0.0, probability))
+        return bool(self._choose([(1, probability), (0, 1.0 - probability)]))
+
+    def draw(self, law: Distribution, place: Place) -> int:
+        """Every token of the support is walked, with its probability."""
+        earlier = self._asked.setdefault(place, [])
+        if earlier and place.purpose != "target":
+            raise AssertionError(f"Noise was used twice at {place}.")
+        if not earlier:
+            outcomes = [(int(i), float(p)) for i, p in zip(law.ids, law.probs, strict=True)]
+        else:
+            from outrider.core.race import conditional
+
+            outcomes = conditional(earlier, law)
+        token = self._choose(outcomes)
+        earlier.append((law, token))
+        return token
+
+
+def enumerate_outcomes(program: Callable[[Chooser], T]) -> Iterator[tuple[T, float]]:
+    """Run a program once for every course that chance can take.
+
+    Yields each result with its exact probability; the probabilities sum to one.
+
+    Parameters
+    ----------
+    program
+        A function whose only source of chance is the chooser it is given.
+
+    Example
+    -------
+    >>> p = Distribution.dense([0.25, 0.75])
+    >>> sorted(enumerate_outcomes(lambda chooser: chooser.draw(p, Place(0, "residual"))))
+    [(0, 0.25), (1, 0.75)]
+    """
+    waiting: list[list[int]] = [[]]
+    while waiting:
+        prefix = waiting.pop()
+        chooser = EnumeratingChooser(prefix)
+        result = program(chooser)
+        for step in range(len(prefix), len(chooser.taken)):
+            for other in chooser.options[step]:
+                if other != chooser.taken[step]:
+                    waiting.append([*chooser.taken[:step], other])
+        if math.isnan(chooser.weight):
+            raise ArithmeticError("A probability in the enumerated program is not a number.")
+        yield result, chooser.weight

@@ -1,0 +1,123 @@
+"""A probability distribution over the vocabulary, kept only where it is not zero.
+
+After top-k or top-p, at temperature 0 and for a deterministic draft, all but a few of the
+vocabulary's probabilities are zero, so the support is what is stored. Everything is float64:
+ratios of probabilities lose their meaning in half precision.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float64, Int64
+from torch import Tensor
+
+__all__ = ["Distribution"]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Distribution:
+    """Probabilities ``probs[i] > 0`` of the tokens ``ids[i]``, ids ascending, summing to one.
+
+    Parameters
+    ----------
+    ids
+        Tokens with positive probability, in ascending order.
+    probs
+        Their probabilities, float64.
+    vocab_size
+        Number of tokens there are, with or without probability.
+
+    Example
+    -------
+    >>> p = Distribution.dense([0.5, 0.3, 0.2])
+    >>> q = Distribution.dense([0.6, 0.1, 0.3])
+    >>> round(p.overlap(q), 12), p.residual(q).to_dense().tolist()
+    (0.8, [0.0, 1.0, 0.0])
+    """
+
+    ids: Int64[np.ndarray, " S"]
+    probs: Float64[np.ndarray, " S"]
+    vocab_size: int
+
+    @classmethod
+    def of(
+        cls,
+        ids: Int64[np.ndarray, " S"],
+        weights: Float64[np.ndarray, " S"],
+        vocab_size: int,
+    ) -> Distribution:
+        """Normalise non-negative weights over ascending ids; weights of zero are left out."""
+        if not weights.all():
+            keep = weights > 0
+            ids, weights = ids[keep], weights[keep]
+        if not len(ids):
+            raise ValueError("A distribution needs at least one token with a positive weight.")
+        return cls(ids, weights / weights.sum(), vocab_size)
+
+    @classmethod
+    def dense(cls, weights: object) -> Distribution:
+        """From one non-negative weight for each token of the vocabulary, normalised."""
+        array = np.asarray(weights, dtype=np.float64)
+        return cls.of(np.arange(len(array)), array, len(array))
+
+    @classmethod
+    def one_hot(cls, token: int, vocab_size: int) -> Distribution:
+        """All probability on one token: the law of a deterministic choice."""
+        return cls(np.array([token]), np.ones(1), vocab_size)
+
+    @classmethod
+    def softmax(cls, scores: Float64[Tensor, " V"]) -> Distribution:
+        """exp(scores) normalised; a score of minus infinity is a token that cannot come."""
+        kept = torch.isfinite(scores)
+        if bool(kept.all()):
+            ids, values = torch.arange(len(scores)), scores
+        else:
+            ids = kept.nonzero().squeeze(-1)
+            values = scores[ids]
+        weights = torch.exp(values.double() - values.double().max())
+        return cls.of(ids.cpu().numpy(), weights.cpu().numpy(), len(scores))
+
+    def __getitem__(self, token: int) -> float:
+        """The probability of one token; 0.0 outside the support."""
+        at = int(np.searchsorted(self.ids, token))
+        if at < len(self.ids) and self.ids[at] == token:
+            return float(self.probs[at])
+        return 0.0
+
+    def argmax(self) -> int:
+        """The most probable token; of equals, the one with the lowest id."""
+        return int(self.ids[int(np.argmax(self.probs))])
+
+    def to_dense(self) -> Float64[np.ndarray, " V"]:
+        """One probability for each token of the vocabulary."""
+        out = np.zeros(self.vocab_size)
+        out[self.ids] = self.probs
+        return out
+
+    def _on_my_ids(self, other: Distribution) -> Float64[np.ndarray, " S"]:
+        """The probabilities that ``other`` gives to the tokens of this support."""
+        if len(self.ids) == len(other.ids) and np.array_equal(self.ids, other.ids):
+            return other.probs
+        at = np.searchsorted(other.ids, self.ids)
+        at[at == len(other.ids)] = 0
+        return np.where(other.ids[at] == self.ids, other.probs[at], 0.0)
+
+    def overlap(self, other: Distribution) -> float:
+        """sum_x min(p(x), q(x)) = 1 − TV(p, q): the rejection rule's chance of acceptance.
+
+        Source: Leviathan et al. 2023 (arXiv 2211.17192), Theorem 3.5; p and q as there.
+        """
+        return float(np.minimum(self.probs, self._on_my_ids(other)).sum())
+
+    def residual(self, other: Distribution) -> Distribution:
+        """max(0, p − q) normalised: what is left of p once q has had its share.
+
+        Where p = q nothing is left, but there a rejection has probability zero; the limit
+        returned then is p itself, so that rounding can never leave an empty law.
+        """
+        left = self.probs - self._on_my_ids(other)
+        np.maximum(left, 0.0, out=left)
+        return Distribution.of(self.ids, left, self.vocab_size) if left.any() else self

@@ -1,0 +1,291 @@
+"""Everything between logits and p: penalties, bias, temperature, top-k, top-p, min-p.
+
+A processor is a function of the tokens before a position and that position's scores. It holds
+no state, so it cannot count a rejected draft or count an accepted one twice: the engine calls
+it with committed tokens plus the path to the node at hand, the same way for every node and for
+the bonus token. Meaning and order follow transformers' ``generate``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from outrider.core.distribution import Distribution
+from outrider.errors import NumericalError, SamplingError
+
+__all__ = ["Context", "Law", "Processor", "Sampling"]
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """The tokens before a position: prompt, then committed output, then the path to the node."""
+
+    tokens: Sequence[int]
+    prompt_length: int
+
+    @property
+    def generated(self) -> Sequence[int]:
+        """The tokens after the prompt."""
+        return self.tokens[self.prompt_length :]
+
+
+Processor = Callable[[Context, Float[Tensor, " V"]], Float[Tensor, " V"]]
+"""Scores of one position in, changed scores out; the input is never written to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """The sampling values of one request.
+
+    Parameters
+    ----------
+    temperature
+        Scores are divided by it; 0 means the most probable token, always (ties: lowest id).
+    top_k
+        Keep the k highest scores and all that equal the k-th; 0 keeps all.
+    top_p
+        Keep the smallest set of most probable tokens whose probability reaches top_p.
+    min_p
+        Keep tokens at least min_p times as probable as the most probable one.
+    repetition_penalty
+        Scores of tokens seen in prompt or output are divided by it if positive, multiplied if
+        negative; 1 changes nothing. Source: Keskar et al. 2019 (CTRL), section 4.1.
+    presence_penalty, frequency_penalty
+        Subtracted once from the score of a token that was generated, and once for each time.
+    logit_bias
+        Added to the score of each given token.
+    min_tokens
+        No end-of-sequence or stop token comes before so many tokens were generated.
+
+    Raises
+    ------
+    SamplingError
+        At construction, when a value is outside its range.
+
+    Example
+    -------
+    >>> Sampling(temperature=0.7, top_p=0.9).greedy
+    False
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    min_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        for name, low, high, wanted in (
+            ("temperature", 0.0, math.inf, "a finite number that is 0 (greedy) or more"),
+            ("top_k", 0, math.inf, "a whole number; 0 keeps every token"),
+            ("top_p", 0.0, 1.0, "a number above 0 and at most 1; 1 keeps every token"),
+            ("min_p", 0.0, 1.0, "a number from 0 to 1; 0 keeps every token"),
+            ("repetition_penalty", 0.0, math.inf, "a finite number above 0; 1 changes nothing"),
+            ("presence_penalty", -math.inf, math.inf, "a finite number; 0 changes nothing"),
+            ("frequency_penalty", -math.inf, math.inf, "a finite number; 0 changes nothing"),
+            ("min_tokens", 0, math.inf, "a whole number that is 0 or more"),
+        ):
+            value = getattr(self, name)
+            whole = name in ("top_k", "min_tokens")
+            good = (
+                isinstance(value, int | (int if whole else float))
+                and not isinstance(value, bool)
+                and math.isfinite(value)
+                and low <= value <= high
+                and (value > 0 or name not in ("top_p", "repetition_penalty"))
+            )
+            if not good:
+                raise SamplingError(f"{name} must be {wanted}; got {value!r}.")
+        for token, bias in (self.logit_bias or {}).items():
+            if not isinstance(token, int) or token < 0 or not math.isfinite(bias):
+                raise SamplingError(
+                    f"logit_bias must map token ids to finite numbers; got {token!r}: {bias!r}."
+                )
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most probable token is always taken."""
+        return self.temperature == 0.0
+
+    def processors(self, end_ids: frozenset[int], vocab_size: int) -> list[Processor]:
+        """The chain of processors that these values ask for, in transformers' order.
+
+        Parameters
+        ----------
+        end_ids
+            Tokens that end the output, held back until ``min_tokens`` were generated.
+        vocab_size
+            Number of tokens; a biased token beyond it is an error.
+        """
+        chain: list[Processor] = []
+        if self.logit_bias:
+            if (top := max(self.logit_bias)) >= vocab_size:
+                raise SamplingError(
+                    f"logit_bias names token {top}, but the vocabulary has {vocab_size} tokens."
+                )
+            chain.append(_bias(self.logit_bias))
+        if self.repetition_penalty != 1.0:
+            chain.append(_repetition(self.repetition_penalty))
+        if self.presence_penalty or self.frequency_penalty:
+            chain.append(_presence_frequency(self.presence_penalty, self.frequency_penalty))
+        if self.min_tokens and end_ids:
+            chain.append(_min_tokens(self.min_tokens, end_ids))
+        if not self.greedy:
+            if self.temperature != 1.0:
+                chain.append(_temperature(self.temperature))
+            if self.top_k:
+                chain.append(_top_k(self.top_k))
+            if self.top_p < 1.0:
+                chain.append(_top_p(self.top_p))
+            if self.min_p > 0.0:
+                chain.append(_min_p(self.min_p))
+        return chain
+
+    def law(self, end_ids: frozenset[int], vocab_size: int) -> Law:
+        """From logits to p, under these values."""
+        return Law(self.processors(end_ids, vocab_size), greedy=self.greedy)
+
+    def to_dict(self) -> dict[str, object]:
+        """The values by name, for records."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+class Law:
+    """From one position's logits to its probabilities p, given the tokens before it.
+
+    Parameters
+    ----------
+    processors
+        Applied in order.
+    greedy
+        Whether p is all on the best token; of equal scores, the one with the lowest id.
+    """
+
+    def __init__(self, processors: Sequence[Processor] = (), *, greedy: bool = False) -> None:
+        self.processors = tuple(processors)
+        self.greedy = greedy
+
+    def __call__(self, context: Context, logits: Float[Tensor, " V"]) -> Distribution:
+        """p at one position.
+
+        Raises
+        ------
+        NumericalError
+            When a logit is NaN or plus infinity, or when no token is left that could come.
+        """
+        scores = logits if logits.dtype == torch.float64 else logits.float()
+        # The maximum is NaN if any score is, so one pass over the row finds both faults.
+        if not math.isfinite(top := float(scores.max())):
+            raise NumericalError(
+                f"The model's best logit at position {len(context.tokens)} is {top}; a finite "
+                "number was expected.",
+                hint="Try a wider dtype (float32), or check the model's weights.",
+            )
+        for processor in self.processors:
+            scores = processor(context, scores)
+        if not math.isfinite(float(scores.max())):
+            raise NumericalError(
+                f"The processors left no token that could come at position {len(context.tokens)}.",
+                hint="Loosen logit_bias, min_tokens or the stop ids.",
+            )
+        if self.greedy:
+            return Distribution.one_hot(_lowest_argmax(scores), len(scores))
+        return Distribution.softmax(scores)
+
+
+def _lowest_argmax(scores: Float[Tensor, " V"]) -> int:
+    """torch promises no order among equal maxima, so the tie rule is spelt out."""
+    best = int(scores.argmax())
+    earlier = scores[:best] == scores[best]
+    return int(earlier.nonzero()[0]) if bool(earlier.any()) else best
+
+
+def _bias(bias: Mapping[int, float]) -> Processor:
+    ids = torch.tensor(sorted(bias))
+    values = torch.tensor([float(bias[int(i)]) for i in ids])
+
+    def process(context: Context, scores: Tensor) -> Tensor:
+        where = ids.to(scores.device)
+        return scores.index_add(0, where, values.to(scores.device, scores.dtype))
+
+    return process
+
+
+def _repetition(penalty: float) -> Processor:
+    def process(context: Context, scores: Tensor) -> Tensor:
+        seen = torch.as_tensor(np.unique(np.asarray(context.tokens, dtype=np.int64)))
+        seen = seen[seen < len(scores)].to(scores.device)
+        old = scores[seen]
+        return scores.index_copy(0, seen, torch.where(old < 0, old * penalty, old / penalty))
+
+    return process
+
+
+def _presence_frequency(presence: float, frequency: float) -> Processor:
+    def process(context: Context, scores: Tensor) -> Tensor:
+        if not len(context.generated):
+            return scores
+        ids, counts = np.unique(np.asarray(context.generated, dtype=np.int64), return_counts=True)
+        off = torch.as_tensor(presence + frequency * counts).to(scores.device, scores.dtype)
+        return scores.index_add(0, torch.as_tensor(ids).to(scores.device), -off)
+
+    return process
+
+
+def _min_tokens(least: int, end_ids: frozenset[int]) -> Processor:
+    ends = torch.tensor(sorted(end_ids))
+
+    def process(context: Context, scores: Tensor) -> Tensor:
+        if len(context.generated) >= least:
+            return scores
+        here = ends[ends < len(scores)].to(scores.device)
+        return scores.index_fill(0, here, -math.inf)
+
+    return process
+
+
+def _temperature(temperature: float) -> Processor:
+    return lambda context, scores: scores / temperature
+
+
+def _top_k(k: int) -> Processor:
+    def process(context: Context, scores: Tensor) -> Tensor:
+        least = torch.topk(scores, min(k, len(scores))).values[-1]
+        return scores.masked_fill(scores < least, -math.inf)
+
+    return process
+
+
+def _top_p(p: float) -> Processor:
+    def process(context: Context, scores: Tensor) -> Tensor:
+        # The kept set is small as a rule: sort the best few, and all only if they do not reach p.
+        total = torch.logsumexp(scores.double(), 0)
+        for size in (min(1024, len(scores)), len(scores)):
+            values, ids = torch.topk(scores, size)
+            mass = torch.exp(values.double() - total).cumsum(0)
+            if size == len(scores) or float(mass[-1]) >= p:
+                break
+        # A token stays if the ones before it do not reach p: the first always does.
+        kept = int((mass < p).sum()) + 1
+        out = torch.full_like(scores, -math.inf)
+        return out.index_copy(0, ids[:kept], values[:kept])
+
+    return process
+
+
+def _min_p(least: float) -> Processor:
+    def process(context: Context, scores: Tensor) -> Tensor:
+        return scores.masked_fill(scores < scores.max() + math.log(least), -math.inf)
+
+    return process

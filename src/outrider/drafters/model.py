@@ -1,0 +1,96 @@
+"""A small language model that drafts for a large one with the same tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from outrider.core.distribution import Distribution
+from outrider.core.proposal import Proposal
+from outrider.errors import RollbackError, UsageError
+from outrider.protocols import Model, Pick, Setting
+
+__all__ = ["ModelDrafter"]
+
+
+class ModelDrafter:
+    """Runs a draft model ahead of the target, one token a step.
+
+    Each token's law is kept as it was drawn from: the draft's logits under the request's own
+    processors. Vocabularies that differ only in padding are fine; padding rows are never
+    proposed, since models score real tokens only.
+
+    Parameters
+    ----------
+    model
+        The draft model. Its cache must roll back by length.
+    default_length
+        Draft length used when none is given.
+
+    Raises
+    ------
+    RollbackError
+        When the draft model keeps a recurrent state: every round would feed it all over again.
+    """
+
+    name = "model"
+
+    def __init__(self, model: Model, default_length: int = 4) -> None:
+        if model.rollback != "length":
+            raise RollbackError(
+                f"The draft model '{model.name}' cannot take tokens back by length.",
+                hint="Use a draft model with full attention, or --drafter ngram.",
+            )
+        self.model = model
+        self.default_length = default_length
+
+    @classmethod
+    def build(cls, argument: str, setting: Setting) -> ModelDrafter:
+        """By name: ``model:PATH`` with a path or name as for a target."""
+        if not argument:
+            raise UsageError(
+                "The 'model' drafter needs a draft model.",
+                hint="Example: --drafter model:path/to/draft.gguf",
+            )
+        return cls(setting.load(argument))
+
+    def start(self, prompt: Sequence[int], capacity: int) -> _ModelSession:
+        """A session with a cache of its own; the prompt is fed on the first call."""
+        return _ModelSession(self.model, capacity)
+
+
+class _ModelSession:
+    def __init__(self, model: Model, capacity: int) -> None:
+        self._model = model
+        self._cache = model.new_cache(capacity)
+        self._fed: list[int] = []
+
+    def propose(self, tokens: Sequence[int], length: int, pick: Pick) -> Proposal:
+        # The draft's own context may be shorter than the target's.
+        length = min(length, self._model.context_length - len(tokens))
+        if length <= 0:
+            return Proposal()
+        # What the last round rejected is taken back here, and what it added is fed: however
+        # many rounds went by without a draft, this one starts from the committed tokens.
+        self._cache.rollback(min(_common(self._fed, tokens), len(tokens) - 1))
+        # As a rule one or two tokens are new, the last draft and the bonus: one pass for both.
+        last = max(self._cache.length, len(tokens) - 2)
+        self._model.prefill(self._cache, tokens[self._cache.length : last], None)
+        feed = tokens[last:]
+        drafted: list[int] = []
+        laws: list[Distribution | None] = []
+        while len(drafted) < length:
+            logits = self._model.score(self._cache, feed, Proposal())[0]
+            token, law = pick(logits, drafted)
+            drafted.append(token)
+            laws.append(law)
+            feed = [token]
+        self._fed = [*tokens, *drafted[:-1]]
+        return Proposal.chain(drafted, laws)
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """Length of the longest common prefix; the usual case, all of it, is compared at once."""
+    n = min(len(a), len(b))
+    if list(a[:n]) == list(b[:n]):
+        return n
+    return next(i for i in range(n) if a[i] != b[i])

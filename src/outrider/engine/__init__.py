@@ -1,0 +1,1 @@
+"""The engine: one sequence at a time, round after round."""

@@ -1,0 +1,335 @@
+"""The face of the library: a target, a drafter and a rule, ready to generate."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any, Literal, TypedDict, Unpack
+
+import torch
+
+from outrider.core.chooser import SeededChooser
+from outrider.core.processors import Sampling
+from outrider.engine.conversation import Conversation
+from outrider.engine.generation import Generation, Output
+from outrider.engine.loading import load_draft, load_model
+from outrider.engine.prefix import Prefix
+from outrider.engine.round import Session
+from outrider.engine.transcript import Transcript
+from outrider.errors import PromptError, RollbackError, SamplingError, UsageError
+from outrider.protocols import Drafter, Model, Policy, Progress, Rule, Setting, Tokenizer
+from outrider.registry import DRAFTERS, POLICIES, RULES, did_you_mean
+
+__all__ = ["Engine", "Prompt", "SamplingArguments"]
+
+Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
+"""A text to continue, a conversation to answer, or token ids as they are."""
+
+
+class SamplingArguments(TypedDict, total=False):
+    """Sampling values that ``generate`` and ``stream`` take; see ``core.processors.Sampling``."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float] | None
+    min_tokens: int
+
+
+class Engine:
+    """Generates with a target model, sooner where a drafter guesses well, and never otherwise.
+
+    Parameters
+    ----------
+    model
+        A transformers model, or anything that offers ``outrider.protocols.Model``.
+    tokenizer
+        Its tokenizer, from transformers or of ``outrider.protocols.Tokenizer``. Without one,
+        prompts are token ids and outputs have no text.
+    drafter
+        ``auto``, ``none``, ``ngram``, ``model:PATH``, ..., or a drafter object.
+    rule
+        ``auto`` (greedy at temperature 0, else coupled), ``greedy``, ``rejection``, ``coupled``.
+    draft_length
+        Tokens drafted in a round; ``auto`` is the drafter's own default; 0 drafts nothing.
+
+    Raises
+    ------
+    UnknownNameError
+        When a drafter or rule is not known.
+    RollbackError
+        When the target's cache cannot take rejected drafts back.
+
+    Example
+    -------
+    >>> from outrider import Engine
+    >>> engine = Engine.load("toy:vocab=4", drafter="ngram")
+    >>> engine.generate("abab", max_tokens=3).trace.summary()["emitted_tokens"]
+    3
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        drafter: str | Drafter = "auto",
+        rule: str | Rule = "auto",
+        draft_length: int | Literal["auto"] = "auto",
+        load_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.model, self.tokenizer = _adopt(model, tokenizer)
+        self._load_options = dict(load_options or {})
+        self._drafters: dict[str, Drafter] = {}
+        self.drafter = self._drafter(drafter)
+        self.rule = rule
+        self.draft_length = draft_length
+        self._rule(rule, Sampling())
+        self._policy(draft_length, self.drafter)
+
+    @classmethod
+    def load(
+        cls,
+        target: str,
+        *,
+        drafter: str | Drafter = "auto",
+        rule: str | Rule = "auto",
+        draft_length: int | Literal["auto"] = "auto",
+        runtime: str = "auto",
+        dtype: str | torch.dtype | None = None,
+        device: str | None = None,
+    ) -> Engine:
+        """Load a target and get ready.
+
+        Parameters
+        ----------
+        target
+            A catalogue name (``smollm2-135m``), a ``.gguf`` file, a transformers folder, a hub
+            id, or ``toy``.
+        drafter, rule, draft_length
+            As in ``Engine``.
+        runtime, dtype, device
+            ``auto`` or ``None`` pick what fits the model and the machine.
+
+        Raises
+        ------
+        ModelError
+            When target or draft cannot be found, fetched, fitted into memory or read.
+        """
+        options = {"dtype": dtype, "device": device}
+        model, tokenizer = load_model(target, runtime=runtime, **options)
+        return cls(
+            model,
+            tokenizer,
+            drafter=drafter,
+            rule=rule,
+            draft_length=draft_length,
+            load_options=options,
+        )
+
+    def generate(self, prompt: Prompt, **options: Any) -> Output:
+        """Run a request to its end; takes the arguments of ``stream``."""
+        return self.stream(prompt, **options).output
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int = 128,
+        stop: str | Sequence[str] = (),
+        stop_token_ids: Sequence[int] = (),
+        ignore_eos: bool = False,
+        seed: int | None = None,
+        plain: bool = False,
+        drafter: str | Drafter | None = None,
+        rule: str | Rule | None = None,
+        draft_length: int | Literal["auto"] | None = None,
+        prefix: Prefix | None = None,
+        progress: Progress | None = None,
+        **sampling: Unpack[SamplingArguments],
+    ) -> Generation:
+        """Start a request and hand out its output token by token.
+
+        Parameters
+        ----------
+        prompt
+            A text to continue, messages to answer (through the model's chat template), or
+            token ids.
+        max_tokens
+            Most tokens to emit.
+        stop, stop_token_ids
+            Strings and tokens that end the output, besides the model's own end tokens.
+        ignore_eos
+            Whether to go on past the model's end tokens, as benchmarks of fixed length do.
+        seed
+            Fixes all chance; by default one is drawn, and told in the output.
+        plain
+            Decode without a drafter.
+        drafter, rule, draft_length
+            For this request, in place of the engine's own.
+        prefix
+            What an earlier request left in the cache.
+        progress
+            Called while a long prompt is fed.
+        sampling
+            ``temperature=0.7, top_p=0.9`` and so on; see ``SamplingArguments``.
+
+        Returns
+        -------
+        Generation
+            Iterate it for pieces; its ``output`` is the whole.
+
+        Raises
+        ------
+        SamplingError
+            When a value is out of its range or unknown.
+        PromptError
+            When the prompt is empty, or leaves no room in the context.
+        NumericalError
+            While running, when the model's logits are not numbers.
+        """
+        values = _sampling(sampling)
+        ids = self.encode(prompt)
+        room = self.model.context_length - len(ids)
+        if room < 1:
+            raise PromptError(
+                f"The prompt has {len(ids)} tokens; the context of '{self.model.name}' holds "
+                f"{self.model.context_length}, and at least one must be left for the answer.",
+                hint="Shorten the prompt.",
+            )
+        draft = self._drafter("none") if plain else self._drafter(drafter or self.drafter)
+        how = self._rule(rule or self.rule, values)
+        policy = self._policy(
+            self.draft_length if draft_length is None else draft_length, draft
+        )
+        eos = self.tokenizer.eos_token_ids if self.tokenizer and not ignore_eos else frozenset()
+        ends = eos | frozenset(stop_token_ids)
+        ending = Transcript(
+            self.tokenizer,
+            max_tokens=min(max_tokens, room),
+            eos_token_ids=ends,
+            stop_strings=[stop] if isinstance(stop, str) else list(stop),
+        )
+        seed = secrets.randbits(63) if seed is None else seed
+        limit = len(ids) + min(max_tokens, room)
+        # A cache that outlives this request must have room for the next one.
+        capacity = limit if prefix is None else self.model.context_length
+        prefix = prefix or Prefix()
+        session = Session(
+            model=self.model,
+            cache=prefix.cache_for(self.model, ids, capacity),
+            draft=prefix.draft_for(draft, ids, capacity),
+            rule=how,
+            policy=policy,
+            law=values.law(ends, self.model.vocab_size),
+            chooser=SeededChooser(seed),
+            tokens=ids,
+            prompt_length=len(ids),
+            limit=limit,
+        )
+        return Generation(
+            session, ending, seed=seed, drafter=draft.name, rule=how.name, progress=progress
+        )
+
+    def conversation(self, system: str | None = None) -> Conversation:
+        """A chat that keeps the cache of earlier turns."""
+        return Conversation(self, system)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """A prompt's token ids.
+
+        Raises
+        ------
+        PromptError
+            When it is empty, or holds ids outside the vocabulary.
+        """
+        if isinstance(prompt, str) or (prompt and isinstance(prompt[0], Mapping)):
+            if self.tokenizer is None:
+                raise PromptError(
+                    "This engine has no tokenizer, so a prompt must be token ids.",
+                    hint="Pass tokenizer=... to Engine.",
+                )
+            if isinstance(prompt, str):
+                return list(self.tokenizer.encode(prompt))
+            return list(self.tokenizer.encode_messages(prompt))  # type: ignore[arg-type]
+        ids = [int(token) for token in prompt]  # type: ignore[call-overload]
+        if not ids:
+            raise PromptError("The prompt is empty.", hint="Give at least one token.")
+        if any(not 0 <= token < self.model.vocab_size for token in ids):
+            raise PromptError(
+                f"The prompt holds token {max(ids)}; ids go from 0 to {self.model.vocab_size - 1}."
+            )
+        return ids
+
+    def _drafter(self, drafter: str | Drafter) -> Drafter:
+        if isinstance(drafter, str):
+            if drafter not in self._drafters:
+                name, _, argument = drafter.partition(":")
+                name = "ngram" if name == "auto" and not argument else name
+                setting = Setting(self.model, self._load_draft)
+                self._drafters[drafter] = DRAFTERS.load(name).build(argument, setting)
+            drafter = self._drafters[drafter]
+        if drafter.name != "none" and self.model.rollback == "none":
+            raise RollbackError(
+                f"The cache of '{self.model.name}' cannot take rejected drafts back.",
+                hint="Use --drafter none.",
+            )
+        return drafter
+
+    def _load_draft(self, path: str) -> Model:
+        return load_draft(path, self.tokenizer, **self._load_options)
+
+    def _rule(self, rule: str | Rule, sampling: Sampling) -> Rule:
+        if rule == "auto":
+            rule = "greedy" if sampling.greedy else "coupled"
+        made: Rule = RULES.load(rule)() if isinstance(rule, str) else rule
+        if made.name == "greedy" and not sampling.greedy:
+            raise SamplingError(
+                f"The greedy rule needs temperature 0; got {sampling.temperature}.",
+                hint="Use --rule auto, rejection or coupled.",
+            )
+        return made
+
+    def _policy(self, draft_length: int | str, drafter: Drafter) -> Policy:
+        if draft_length == "auto":
+            draft_length = drafter.default_length
+        if isinstance(draft_length, bool) or not isinstance(draft_length, int):
+            raise SamplingError(f"draft_length must be a number or 'auto'; got {draft_length!r}.")
+        made: Policy = POLICIES.load("fixed")(draft_length)
+        return made
+
+
+def _adopt(model: Any, tokenizer: Any) -> tuple[Model, Tokenizer | None]:
+    """Wrap what comes from transformers; leave what already fits."""
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from outrider.models.hf import HFModel
+    from outrider.models.tokenizer import HFTokenizer
+
+    if isinstance(tokenizer, PreTrainedTokenizerBase):
+        ends: Any = None
+        if isinstance(model, PreTrainedModel) and model.generation_config is not None:
+            ends = model.generation_config.eos_token_id
+        tokenizer = HFTokenizer(tokenizer, ends if isinstance(ends, list) else [ends] if ends is not None else [])
+    if isinstance(model, PreTrainedModel):
+        model = HFModel(model, vocab_size=tokenizer.vocab_size if tokenizer else None)
+    if not hasattr(model, "score"):
+        raise UsageError(
+            f"A model must be a transformers model or offer outrider.protocols.Model; got "
+            f"{type(model).__name__}.",
+            hint="Use Engine.load(name) to load one by name.",
+        )
+    return model, tokenizer
+
+
+def _sampling(values: Mapping[str, Any]) -> Sampling:
+    known = [f.name for f in fields(Sampling)]
+    for name in values:
+        if name not in known:
+            raise SamplingError(f"There is no option '{name}'.", hint=did_you_mean(name, known))
+    return Sampling(**values)

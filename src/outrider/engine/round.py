@@ -1,0 +1,118 @@
+"""The algorithm: propose, score, judge, commit. Everything else serves these lines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from outrider.core.chooser import Chooser
+from outrider.core.distribution import Distribution
+from outrider.core.processors import Context, Law
+from outrider.core.proposal import ROOT, Proposal
+from outrider.core.verdict import Verdict
+from outrider.errors import ProposalError
+from outrider.protocols import Cache, DraftSession, Model, Pick, Policy, Rule
+
+__all__ = ["Played", "Session", "play_round"]
+
+_MOST_PENDING = 32
+"""A cache that goes back by snapshots leaves accepted tokens to be fed again; when so many
+have gathered, a round without a draft settles them."""
+
+
+@dataclass(slots=True)
+class Session:
+    """One sequence being decoded.
+
+    ``tokens`` are committed: prompt and output. The cache holds all of them but the last, or
+    fewer; what it lacks is fed along with the next proposal. ``limit`` is the most tokens the
+    sequence may ever have.
+    """
+
+    model: Model
+    cache: Cache
+    draft: DraftSession
+    rule: Rule
+    policy: Policy
+    law: Law
+    chooser: Chooser
+    tokens: list[int]
+    prompt_length: int
+    limit: int
+    round: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """What one round did, before anything is cut off its end."""
+
+    proposal: Proposal
+    verdict: Verdict
+    draft_s: float
+    score_s: float
+
+    @property
+    def emitted(self) -> list[int]:
+        """Accepted tokens, then the target's own."""
+        return [*(self.proposal.tokens[n] for n in self.verdict.path), self.verdict.token]
+
+
+def play_round(s: Session) -> Played:
+    """One round. The caller commits what it emits, or as much as the stop logic lets stand."""
+    position = len(s.tokens) - s.prompt_length
+    pending = s.tokens[s.cache.length :]
+    # The target adds one token of its own, so a draft may fill all but one of the places left.
+    length = min(s.policy.length(), s.limit - len(s.tokens) - 1)
+    if len(pending) > _MOST_PENDING:
+        length = 0
+
+    def pick_law(logits: Float[Tensor, " Vq"], path: list[int]) -> Distribution:
+        context = Context([*s.tokens, *path], s.prompt_length)
+        return s.law(context, _widen(logits, s.model.vocab_size))
+
+    def pick_token(q: Distribution, depth: int, node: int) -> tuple[int, Distribution | None]:
+        return s.rule.draft(q, s.chooser, position + depth, s.round, node)
+
+    started = perf_counter()
+    proposal = s.draft.propose(s.tokens, length, Pick(pick_law, pick_token))
+    _check(proposal, length, s.model.vocab_size)
+
+    drafted = perf_counter()
+    logits = s.model.score(s.cache, pending, proposal)
+    if logits.is_cuda:
+        torch.cuda.synchronize(logits.device)
+    scored = perf_counter()
+
+    def target(node: int) -> Distribution:
+        context = Context([*s.tokens, *proposal.path_tokens(node)], s.prompt_length)
+        return s.law(context, logits[node - ROOT])
+
+    verdict = s.rule.judge(target, proposal, s.chooser, position, s.round)
+    s.cache.keep(len(s.tokens), verdict.path)
+    s.round += 1
+    return Played(proposal, verdict, drafted - started, scored - drafted)
+
+
+def _widen(logits: Float[Tensor, " Vq"], vocab_size: int) -> Float[Tensor, " V"]:
+    """A draft's logits over the target's vocabulary: what it lacks cannot come."""
+    if len(logits) >= vocab_size:
+        return logits[:vocab_size]
+    missing = logits.new_full((vocab_size - len(logits),), -torch.inf)
+    return torch.cat([logits, missing])
+
+
+def _check(proposal: Proposal, length: int, vocab_size: int) -> None:
+    if any(not 0 <= token < vocab_size for token in proposal.tokens):
+        raise ProposalError(
+            f"The drafter proposed {list(proposal.tokens)}; token ids go from 0 to "
+            f"{vocab_size - 1}.",
+            hint="Its vocabulary is not the target's.",
+        )
+    if proposal and max(len(proposal.path(n)) for n in range(len(proposal))) > max(length, 0):
+        raise ProposalError(
+            f"The drafter proposed {len(proposal)} tokens where at most {length} had room."
+        )

@@ -1,0 +1,1 @@
+"""Runtimes, and what it takes to find, check and load a model."""

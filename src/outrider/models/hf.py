@@ -1,0 +1,250 @@
+"""The ``hf`` runtime: any causal language model of transformers, on a CPU or a GPU."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from jaxtyping import Float
+from torch import Tensor
+
+from outrider.core.proposal import Proposal
+from outrider.errors import ModelError, ModelFileError, ModelNotFoundError, ProposalError
+from outrider.models import attention
+from outrider.models.hf_cache import HFCache, rollback_of
+from outrider.models.locate import Located
+from outrider.models.numerics import row_step
+from outrider.models.tokenizer import HFTokenizer
+from outrider.protocols import Progress, Rollback
+
+__all__ = ["HFModel", "default_dtype", "load"]
+
+_PREFILL_CHUNK = 512
+_NO_LIMIT = 1 << 20
+
+
+class HFModel:
+    """A transformers model that scores blocks of positions.
+
+    Parameters
+    ----------
+    module
+        A causal language model; it is put in evaluation mode.
+    name
+        What to call it.
+    vocab_size
+        Number of real tokens, where it is known to be fewer than the rows of the output matrix.
+    same_numbers
+        Run it so that a row's numbers do not depend on its company: with the attention of
+        ``outrider.models.attention`` and passes padded to a whole number of row steps. It
+        switches the module's attention, so it is left off for a module that belongs to someone
+        else.
+
+    Raises
+    ------
+    ModelError
+        When the module is not a decoder-only language model.
+    """
+
+    trees = False
+
+    def __init__(
+        self,
+        module: Any,
+        *,
+        name: str = "",
+        vocab_size: int | None = None,
+        same_numbers: bool = False,
+    ) -> None:
+        config = module.config
+        if getattr(config, "is_encoder_decoder", False) or not module.can_generate():
+            raise ModelError(
+                f"{type(module).__name__} is not a decoder-only language model.",
+                hint="Speculative decoding needs a causal language model (AutoModelForCausalLM).",
+            )
+        self.module = module.eval()
+        self.name = name or config.name_or_path or type(module).__name__
+        text = config.get_text_config(decoder=True)
+        self.config = text
+        rows = module.get_output_embeddings().weight.shape[0]
+        self.vocab_size = min(rows, vocab_size or rows)
+        self.context_length = int(getattr(text, "max_position_embeddings", None) or _NO_LIMIT)
+        self.rollback: Rollback = rollback_of(text)
+        self.row_step: int | None = None
+        if same_numbers and self.rollback == "length" and _can_switch_attention(module):
+            module.set_attn_implementation(attention.NAME)
+            self.row_step = row_step(module)
+        accepted = inspect.signature(module.forward).parameters
+        self._trims_logits = "logits_to_keep" in accepted
+        self._takes_positions = "position_ids" in accepted
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids have to be."""
+        device: torch.device = self.module.get_input_embeddings().weight.device
+        return device
+
+    def new_cache(self, capacity: int) -> HFCache:
+        """An empty cache; it grows by itself, so the capacity is not reserved."""
+        if self.config._attn_implementation == attention.NAME:
+            return HFCache(self.config, attention.visible_keys)
+        return HFCache(self.config)
+
+    def prefill(
+        self, cache: HFCache, tokens: Sequence[int], progress: Progress | None = None
+    ) -> None:
+        """Feed tokens in chunks, no logits wanted."""
+        for start in range(0, len(tokens), _PREFILL_CHUNK):
+            self._forward(cache, tokens[start : start + _PREFILL_CHUNK], 1)
+            cache.settle()
+            if progress is not None:
+                progress(min(start + _PREFILL_CHUNK, len(tokens)), len(tokens))
+
+    def score(
+        self, cache: HFCache, tokens: Sequence[int], proposal: Proposal
+    ) -> Float[Tensor, "rows V"]:
+        """Logits after the last of ``tokens`` and after each node of a chain."""
+        if not proposal.is_chain:
+            raise ProposalError(
+                "This runtime scores chains; a tree with branches was proposed.",
+                hint="Use a drafter that proposes chains.",
+            )
+        if len(proposal):
+            cache.save()
+        return self._forward(cache, [*tokens, *proposal.tokens], 1 + len(proposal))
+
+    @torch.inference_mode()
+    def _forward(
+        self, cache: HFCache, ids: Sequence[int], wanted: int
+    ) -> Float[Tensor, "wanted V"]:
+        step = (self.row_step or 1) if cache.is_plain else 1
+        pad = -len(ids) % step
+        n = len(ids) + pad
+        inputs: dict[str, Any] = {
+            "input_ids": torch.tensor([[*ids, *[0] * pad]], device=self.device),
+            "cache": cache.layers,
+            "use_cache": True,
+        }
+        if self._takes_positions:
+            positions = torch.arange(cache.length, cache.length + n, device=self.device)
+            inputs["position_ids"] = positions.clamp(max=self.context_length - 1)[None]
+        if self._trims_logits:
+            inputs["logits_to_keep"] = min(n, -(-(wanted + pad) // step) * step)
+        logits: Tensor = self.module(**inputs).logits[0]
+        if pad:
+            cache.layers.crop(-pad)
+        cache.fed(len(ids))
+        end = len(logits) - pad
+        return logits[end - wanted : end, : self.vocab_size]
+
+
+def _can_switch_attention(module: Any) -> bool:
+    config = module.config.get_text_config(decoder=True)
+    return (
+        config._attn_implementation == "sdpa"
+        and module._can_set_attn_implementation()
+        and not getattr(config, "attn_logit_softcapping", None)
+    )
+
+
+def default_dtype(device: str) -> torch.dtype:
+    """bfloat16 where the device computes with it at full speed, float32 elsewhere."""
+    if device != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return torch.bfloat16
+    return torch.float32
+
+
+def default_device() -> str:
+    """The first GPU if there is one, else the CPU."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers writes progress bars and advice to the terminal that the caller draws on."""
+    log = transformers.utils.logging
+    before, bars = log.get_verbosity(), log.is_progress_bar_enabled()
+    accelerate_log = logging.getLogger("accelerate")
+    accelerate_before = accelerate_log.level
+    log.set_verbosity_error()
+    log.disable_progress_bar()
+    accelerate_log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.set_verbosity(before)
+        accelerate_log.setLevel(accelerate_before)
+        if bars:
+            log.enable_progress_bar()
+
+
+def load(
+    located: Located, *, dtype: torch.dtype | None = None, device: str | None = None
+) -> tuple[HFModel, HFTokenizer]:
+    """The runtime's entry: a model and its tokenizer from a file, a folder or a hub repository.
+
+    Parameters
+    ----------
+    located
+        Where the weights are. A GGUF file is dequantized: its packed form is slow here.
+    dtype
+        Of weights and activations; by default ``default_dtype``.
+    device
+        Such as ``cpu`` or ``cuda:0``; by default the first GPU if there is one.
+
+    Raises
+    ------
+    ModelFileError
+        When the files are broken or of a kind that transformers cannot load.
+    ModelNotFoundError
+        When a hub repository does not exist or cannot be reached.
+
+    No code of a model repository is run, and no pickled weights are loaded.
+    """
+    device = device or default_device()
+    dtype = dtype or default_dtype(device)
+    source, options = _source(located)
+    if located.kind == "gguf":
+        weights = {"quantization_config": transformers.GgufConfig(dequantize=True), **options}
+    else:
+        weights = {"use_safetensors": True, **options}
+    try:
+        with _quiet():
+            module = transformers.AutoModelForCausalLM.from_pretrained(
+                source, dtype=dtype, trust_remote_code=False, **weights
+            ).to(device)
+            words = transformers.AutoTokenizer.from_pretrained(
+                source, trust_remote_code=False, **options
+            )
+    except torch.cuda.OutOfMemoryError:
+        raise
+    except Exception as error:  # transformers raises whatever its many loaders meet
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if located.kind == "hub" and isinstance(error, OSError) and "config.json" in str(error):
+            raise ModelNotFoundError(
+                f"The hub repository '{located.repo}' could not be read: {first}",
+                hint="Check the name and the network, or give a local folder or .gguf file.",
+            ) from error
+        raise ModelFileError(
+            f"'{located.path or located.repo}' could not be loaded as a language model: {first}",
+            hint="Is the file whole, and of a family that transformers knows?",
+        ) from error
+    ends = getattr(module.generation_config, "eos_token_id", None)
+    tokenizer = HFTokenizer(words, ends if isinstance(ends, list) else [ends] if ends else [])
+    model = HFModel(
+        module, name=located.name, vocab_size=tokenizer.vocab_size, same_numbers=True
+    )
+    return model, tokenizer
+
+
+def _source(located: Located) -> tuple[str | Path, dict[str, Any]]:
+    if located.kind == "gguf":
+        assert located.path is not None
+        return located.path.parent, {"gguf_file": located.path.name}
+    return located.path or located.repo or "", {}

@@ -1,0 +1,108 @@
+"""Invariant I2 measured: are a position's logits the same bits in any company?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from outrider.core.proposal import Proposal
+from outrider.protocols import Model
+
+__all__ = ["Numbers", "check_numbers", "row_step"]
+
+_STEPS = (1, 2, 4, 8, 16)
+
+
+@torch.inference_mode()
+def row_step(model: nn.Module) -> int | None:
+    """The smallest step such that linear layers, fed a multiple of it, treat each row alike.
+
+    Matrix kernels change the order of their sums with the number of rows. One layer of each
+    shape is fed the same random rows in several numbers, and the results are compared bit for
+    bit. ``None`` if no step up to 16 will do.
+    """
+    shapes = {
+        (m.weight.shape, m.weight.dtype, m.bias is None): m
+        for m in model.modules()
+        if isinstance(m, nn.Linear) and m.weight.device.type != "meta"
+    }
+    generator = torch.Generator().manual_seed(0)
+    candidates = list(_STEPS)
+    for layer in shapes.values():
+        rows = torch.randn(2 * _STEPS[-1], layer.in_features, generator=generator)
+        rows = rows.to(layer.weight.device, layer.weight.dtype)
+        whole = layer(rows)
+        while candidates:
+            step = candidates[0]
+            counts = {m * step for m in (1, 2, 3, 5)} & set(range(len(rows) + 1))
+            if all(torch.equal(layer(rows[:n]), whole[:n]) for n in sorted(counts)):
+                break
+            candidates.pop(0)
+    return candidates[0] if candidates else None
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """What the self-check found.
+
+    Parameters
+    ----------
+    same_bits
+        Whether every comparison was equal bit for bit: invariant I2.
+    largest_difference
+        Largest absolute difference of two logits that should be equal.
+    comparisons
+        Number of rows compared.
+    """
+
+    same_bits: bool
+    largest_difference: float
+    comparisons: int
+
+
+def check_numbers(
+    model: Model, tokens: Sequence[int], widths: Sequence[int] = (1, 2, 3, 5, 8, 9, 16)
+) -> Numbers:
+    """Score the same positions alone and in blocks of several widths, and compare.
+
+    Parameters
+    ----------
+    model
+        Any runtime's model.
+    tokens
+        A text of some length: half is context, the positions after it are compared.
+    widths
+        Numbers of drafted tokens scored together.
+    """
+    half = len(tokens) // 2
+    longest = min(max(widths), len(tokens) - half - 1)
+
+    def rows(draft: int, split: int) -> Float[Tensor, "rows V"]:
+        cache = model.new_cache(len(tokens) + 1)
+        model.prefill(cache, tokens[: half - split], None)
+        end = half + 1
+        block = Proposal.chain(list(tokens[end : end + draft]))
+        return model.score(cache, tokens[cache.length : end], block)
+
+    # The reference feeds one token at a time, each a pass of its own.
+    cache = model.new_cache(len(tokens) + 1)
+    model.prefill(cache, tokens[:half], None)
+    alone = torch.cat(
+        [
+            model.score(cache, tokens[half + i : half + i + 1], Proposal())
+            for i in range(longest + 1)
+        ]
+    )
+    worst, compared = 0.0, 0
+    for width in widths:
+        if width > longest:
+            continue
+        for split in (0, 1):
+            block = rows(width, split)
+            worst = max(worst, float((block - alone[: width + 1]).abs().max()))
+            compared += width + 1
+    return Numbers(worst == 0.0, worst, compared)

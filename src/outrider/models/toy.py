@@ -1,0 +1,169 @@
+"""Small models whose next-token probabilities are known exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from outrider.core.proposal import ROOT, Proposal
+from outrider.errors import UnknownNameError, UsageError
+from outrider.models.locate import Located
+from outrider.models.tokenizer import ToyTokenizer
+from outrider.protocols import Progress, Rollback
+from outrider.registry import did_you_mean
+
+__all__ = ["ToyCache", "ToyModel", "load"]
+
+NextToken = Callable[[tuple[int, ...]], Float64[np.ndarray, " V"]]
+
+
+class ToyCache:
+    """The tokens themselves. The nodes of the last pass lie behind ``length`` until kept."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.tokens: list[int] = []
+        self.nodes: tuple[int, ...] = ()
+
+    @property
+    def length(self) -> int:
+        """Tokens held."""
+        return len(self.tokens)
+
+    def keep(self, base: int, path: Sequence[int]) -> None:
+        """Keep ``base`` tokens and the nodes along the path."""
+        self.tokens = self.tokens[:base] + [self.nodes[node] for node in path]
+        self.nodes = ()
+
+    def rollback(self, length: int) -> None:
+        """Forget all but the first ``length`` tokens."""
+        self.keep(min(length, self.length), ())
+
+
+class ToyModel:
+    """A language model given by a function from the tokens so far to probabilities.
+
+    Parameters
+    ----------
+    probabilities
+        From all tokens before a position to one probability for each token, float64.
+    vocab_size
+        Number of tokens.
+    context_length
+        Longest sequence that it can hold.
+
+    Example
+    -------
+    >>> model = ToyModel.random(vocab_size=4, seed=1)
+    >>> float(model.next((0, 2)).sum())
+    1.0
+    """
+
+    rollback: Rollback = "length"
+    trees = True
+
+    def __init__(
+        self,
+        probabilities: NextToken,
+        vocab_size: int,
+        *,
+        context_length: int = 4096,
+        name: str = "toy",
+    ) -> None:
+        self.name = name
+        self.vocab_size = vocab_size
+        self.context_length = context_length
+        self._probabilities = probabilities
+
+    @classmethod
+    def random(
+        cls,
+        vocab_size: int,
+        seed: int,
+        *,
+        order: int = 2,
+        sharpness: float = 1.5,
+        context_length: int = 4096,
+    ) -> ToyModel:
+        """Fixed random laws, each depending on the last ``order`` tokens and their number.
+
+        ``sharpness`` scales the logits, which are standard normal.
+        """
+
+        def probabilities(tokens: tuple[int, ...]) -> Float64[np.ndarray, " V"]:
+            recent = [token + 1 for token in tokens[-order:]] if order else []
+            rng = np.random.default_rng([seed, len(recent), *recent])
+            weights = np.exp(sharpness * rng.standard_normal(vocab_size))
+            return weights / weights.sum()
+
+        return cls(probabilities, vocab_size, context_length=context_length, name=f"toy-{seed}")
+
+    def next(self, tokens: Sequence[int]) -> Float64[np.ndarray, " V"]:
+        """The law of the token after ``tokens``."""
+        return np.asarray(self._probabilities(tuple(tokens)), dtype=np.float64)
+
+    def new_cache(self, capacity: int) -> ToyCache:
+        """An empty cache."""
+        return ToyCache(capacity)
+
+    def prefill(
+        self, cache: ToyCache, tokens: Sequence[int], progress: Progress | None = None
+    ) -> None:
+        """Remember tokens."""
+        cache.tokens.extend(tokens)
+
+    def score(
+        self, cache: ToyCache, tokens: Sequence[int], proposal: Proposal
+    ) -> Float64[Tensor, "rows V"]:
+        """Logarithms of the laws after ``tokens`` and after each node."""
+        cache.tokens.extend(tokens)
+        if cache.length + len(proposal) > cache.capacity:
+            raise ValueError(
+                f"The cache holds {cache.capacity} tokens; {cache.length + len(proposal)} came."
+            )
+        cache.nodes = proposal.tokens
+        laws = [
+            self.next([*cache.tokens, *proposal.path_tokens(node)])
+            for node in range(ROOT, len(proposal))
+        ]
+        with np.errstate(divide="ignore"):
+            return torch.from_numpy(np.log(np.stack(laws)))
+
+
+def load(
+    located: Located, *, dtype: torch.dtype | None = None, device: str | None = None
+) -> tuple[ToyModel, ToyTokenizer]:
+    """The runtime's entry: ``toy:vocab=5,seed=1,order=2,sharpness=1.5,context=4096``.
+
+    Raises
+    ------
+    UsageError
+        When an option is unknown or not a number.
+    """
+    known: dict[str, float] = {
+        "vocab": 5, "seed": 0, "order": 2, "context": 4096, "sharpness": 1.5
+    }
+    for name in located.options:
+        if name not in known:
+            raise UnknownNameError(
+                f"A toy model has no option '{name}'.", hint=did_you_mean(name, known)
+            )
+    try:
+        values = known | {name: float(text) for name, text in located.options.items()}
+    except ValueError as error:
+        raise UsageError(
+            f"A toy model's options are numbers; got {located.options}.",
+            hint="Example: toy:vocab=5,seed=1",
+        ) from error
+    model = ToyModel.random(
+        int(values["vocab"]),
+        int(values["seed"]),
+        order=int(values["order"]),
+        sharpness=values["sharpness"],
+        context_length=int(values["context"]),
+    )
+    return model, ToyTokenizer(model.vocab_size)

@@ -1,0 +1,1 @@
+"""How many tokens to draft in a round, decided before anything is drawn."""

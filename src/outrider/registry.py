@@ -1,0 +1,116 @@
+"""Names for the parts that can be swapped, each resolved only when it is asked for.
+
+A table maps a name to ``"module:attribute"``. Adding a part is one file and one line here;
+the contract tests then run over it. Other packages add theirs through the entry-point groups
+``outrider.drafters``, ``outrider.rules``, ``outrider.runtimes`` and ``outrider.policies``.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any
+
+from outrider.errors import UnknownNameError, UsageError
+
+__all__ = ["DRAFTERS", "POLICIES", "RULES", "RUNTIMES", "Table", "did_you_mean", "refuse_argument"]
+
+
+def did_you_mean(name: str, known: Mapping[str, object] | list[str]) -> str:
+    """A closing sentence that names the nearest known spelling, and all of them.
+
+    >>> did_you_mean("ngrma", ["ngram", "none"])
+    "Did you mean 'ngram'? Known: ngram, none."
+    """
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    guess = f"Did you mean '{close[0]}'? " if close else ""
+    return f"{guess}Known: {', '.join(known)}."
+
+
+def refuse_argument(name: str, argument: str) -> None:
+    """Raise ``UsageError`` when a part that takes no argument was given one."""
+    if argument:
+        raise UsageError(
+            f"'{name}' takes no argument; got '{name}:{argument}'.", hint=f"Write '{name}' alone."
+        )
+
+
+class Table(Mapping[str, str]):
+    """A table of one kind of part: iterate it for names, ``load`` one to get the object.
+
+    >>> RULES.load("greedy").__name__
+    'Greedy'
+    """
+
+    def __init__(self, kind: str, entries: dict[str, str]) -> None:
+        self.kind = kind
+        self._own = entries
+        self._all: dict[str, str] | None = None
+
+    def _entries(self) -> dict[str, str]:
+        if self._all is None:
+            group = entry_points(group=f"outrider.{self.kind}s")
+            # Ours win: an installed package cannot quietly replace a built-in part.
+            self._all = {point.name: point.value for point in group} | self._own
+        return self._all
+
+    def __getitem__(self, name: str) -> str:
+        return self._entries()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries())
+
+    def __len__(self) -> int:
+        return len(self._entries())
+
+    def load(self, name: str) -> Any:
+        """The object registered under ``name``.
+
+        Raises
+        ------
+        UnknownNameError
+            When nothing has that name; the message offers the nearest one.
+        """
+        if name not in self._entries():
+            raise UnknownNameError(
+                f"There is no {self.kind} named '{name}'.", hint=did_you_mean(name, list(self))
+            )
+        module, _, attribute = self[name].partition(":")
+        return getattr(import_module(module), attribute)
+
+
+DRAFTERS = Table(
+    "drafter",
+    {
+        "none": "outrider.drafters.none:NoDrafter",
+        "ngram": "outrider.drafters.ngram:NgramDrafter",
+        "model": "outrider.drafters.model:ModelDrafter",
+        "script": "outrider.drafters.script:ScriptDrafter",
+    },
+)
+
+RULES = Table(
+    "rule",
+    {
+        "greedy": "outrider.rules.greedy:Greedy",
+        "rejection": "outrider.rules.rejection:Rejection",
+        "coupled": "outrider.rules.coupled:Coupled",
+    },
+)
+
+RUNTIMES = Table(
+    "runtime",
+    {
+        "toy": "outrider.models.toy:load",
+        "hf": "outrider.models.hf:load",
+    },
+)
+
+POLICIES = Table(
+    "policy",
+    {
+        "fixed": "outrider.policies.fixed:Fixed",
+    },
+)

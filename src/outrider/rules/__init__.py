@@ -1,0 +1,1 @@
+"""Acceptance rules, one a file; ``reference`` is the textbook step in plain numpy."""
