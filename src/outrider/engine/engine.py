@@ -8,9 +8,11 @@ from dataclasses import fields
 from typing import Any, Literal, TypedDict, Unpack
 
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.core.chooser import SeededChooser
 from outrider.core.processors import Sampling
+from outrider.drafters.model import ModelDrafter
 from outrider.engine.conversation import Conversation
 from outrider.engine.generation import Generation, Output
 from outrider.engine.loading import load_draft, load_model
@@ -18,6 +20,8 @@ from outrider.engine.prefix import Prefix
 from outrider.engine.round import Session
 from outrider.engine.transcript import Transcript
 from outrider.errors import PromptError, RollbackError, SamplingError, UsageError
+from outrider.models.hf import HFModel, eos_token_ids
+from outrider.models.tokenizer import HFTokenizer
 from outrider.protocols import Drafter, Model, Policy, Progress, Rule, Setting, Tokenizer
 from outrider.registry import DRAFTERS, POLICIES, RULES, did_you_mean
 
@@ -52,7 +56,8 @@ class Engine:
         Its tokenizer, from transformers or of ``outrider.protocols.Tokenizer``. Without one,
         prompts are token ids and outputs have no text.
     drafter
-        ``auto``, ``none``, ``ngram``, ``model:PATH``, ..., or a drafter object.
+        ``auto``, ``none``, ``ngram``, ``model:PATH``, ..., a drafter object, or a transformers
+        model with the target's tokenizer.
     rule
         ``auto`` (greedy at temperature 0, else coupled), ``greedy``, ``rejection``, ``coupled``.
     draft_length
@@ -78,7 +83,7 @@ class Engine:
         model: Any,
         tokenizer: Any = None,
         *,
-        drafter: str | Drafter = "auto",
+        drafter: str | Drafter | PreTrainedModel = "auto",
         rule: str | Rule = "auto",
         draft_length: int | Literal["auto"] = "auto",
         load_options: Mapping[str, Any] | None = None,
@@ -86,11 +91,11 @@ class Engine:
         self.model, self.tokenizer = _adopt(model, tokenizer)
         self._load_options = dict(load_options or {})
         self._drafters: dict[str, Drafter] = {}
-        self.drafter = self._drafter(drafter)
+        self.drafter = self.make_drafter(drafter)
         self.rule = rule
         self.draft_length = draft_length
-        self._rule(rule, Sampling())
-        self._policy(draft_length, self.drafter)
+        self.make_rule(Sampling())
+        self.make_policy()
 
     @classmethod
     def load(
@@ -202,11 +207,9 @@ class Engine:
                 f"{self.model.context_length}, and at least one must be left for the answer.",
                 hint="Shorten the prompt.",
             )
-        draft = self._drafter("none") if plain else self._drafter(drafter or self.drafter)
-        how = self._rule(rule or self.rule, values)
-        policy = self._policy(
-            self.draft_length if draft_length is None else draft_length, draft
-        )
+        draft = self.make_drafter("none" if plain else drafter or self.drafter)
+        how = self.make_rule(values, rule)
+        policy = self.make_policy(draft, draft_length)
         eos = self.tokenizer.eos_token_ids if self.tokenizer and not ignore_eos else frozenset()
         ends = eos | frozenset(stop_token_ids)
         ending = Transcript(
@@ -266,25 +269,15 @@ class Engine:
             )
         return ids
 
-    def _drafter(self, drafter: str | Drafter) -> Drafter:
-        if isinstance(drafter, str):
-            if drafter not in self._drafters:
-                name, _, argument = drafter.partition(":")
-                name = "ngram" if name == "auto" and not argument else name
-                setting = Setting(self.model, self._load_draft)
-                self._drafters[drafter] = DRAFTERS.load(name).build(argument, setting)
-            drafter = self._drafters[drafter]
-        if drafter.name != "none" and self.model.rollback == "none":
-            raise RollbackError(
-                f"The cache of '{self.model.name}' cannot take rejected drafts back.",
-                hint="Use --drafter none.",
-            )
-        return drafter
+    def make_rule(self, sampling: Sampling, rule: str | Rule | None = None) -> Rule:
+        """The rule for one request.
 
-    def _load_draft(self, path: str) -> Model:
-        return load_draft(path, self.tokenizer, **self._load_options)
-
-    def _rule(self, rule: str | Rule, sampling: Sampling) -> Rule:
+        Raises
+        ------
+        SamplingError
+            When it is ``greedy`` and the temperature is not 0.
+        """
+        rule = rule or self.rule
         if rule == "auto":
             rule = "greedy" if sampling.greedy else "coupled"
         made: Rule = RULES.load(rule)() if isinstance(rule, str) else rule
@@ -295,27 +288,45 @@ class Engine:
             )
         return made
 
-    def _policy(self, draft_length: int | str, drafter: Drafter) -> Policy:
-        if draft_length == "auto":
-            draft_length = drafter.default_length
-        if isinstance(draft_length, bool) or not isinstance(draft_length, int):
-            raise SamplingError(f"draft_length must be a number or 'auto'; got {draft_length!r}.")
-        made: Policy = POLICIES.load("fixed")(draft_length)
+    def make_policy(
+        self, drafter: Drafter | None = None, draft_length: int | str | None = None
+    ) -> Policy:
+        """The draft-length policy for one request; it belongs to that request alone."""
+        length = self.draft_length if draft_length is None else draft_length
+        if length == "auto":
+            length = (drafter or self.drafter).default_length
+        if isinstance(length, bool) or not isinstance(length, int):
+            raise SamplingError(f"draft_length must be a number or 'auto'; got {length!r}.")
+        made: Policy = POLICIES.load("fixed")(length)
         return made
+
+    def make_drafter(self, drafter: Any) -> Drafter:
+        """A drafter from a name, a transformers model or a drafter object."""
+        if isinstance(drafter, str):
+            if drafter not in self._drafters:
+                name, _, argument = drafter.partition(":")
+                name = "ngram" if name == "auto" and not argument else name
+                setting = Setting(self.model, self._load_draft)
+                self._drafters[drafter] = DRAFTERS.load(name).build(argument, setting)
+            drafter = self._drafters[drafter]
+        elif isinstance(drafter, PreTrainedModel):
+            drafter = ModelDrafter(HFModel(drafter))
+        if drafter.name != "none" and self.model.rollback == "none":
+            raise RollbackError(
+                f"The cache of '{self.model.name}' cannot take rejected drafts back.",
+                hint="Use --drafter none.",
+            )
+        made: Drafter = drafter
+        return made
+
+    def _load_draft(self, path: str) -> Model:
+        return load_draft(path, self.tokenizer, **self._load_options)
 
 
 def _adopt(model: Any, tokenizer: Any) -> tuple[Model, Tokenizer | None]:
     """Wrap what comes from transformers; leave what already fits."""
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from outrider.models.hf import HFModel
-    from outrider.models.tokenizer import HFTokenizer
-
     if isinstance(tokenizer, PreTrainedTokenizerBase):
-        ends: Any = None
-        if isinstance(model, PreTrainedModel) and model.generation_config is not None:
-            ends = model.generation_config.eos_token_id
-        tokenizer = HFTokenizer(tokenizer, ends if isinstance(ends, list) else [ends] if ends is not None else [])
+        tokenizer = HFTokenizer(tokenizer, eos_token_ids(model))
     if isinstance(model, PreTrainedModel):
         model = HFModel(model, vocab_size=tokenizer.vocab_size if tokenizer else None)
     if not hasattr(model, "score"):

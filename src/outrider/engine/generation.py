@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Literal, Protocol
 
+from jaxtyping import Float
+from torch import Tensor
+
 from outrider.core.trace import Round, Trace
 from outrider.engine.round import Played, Session, play_round
 from outrider.protocols import Progress
@@ -85,6 +88,8 @@ class Output:
 class Generation:
     """An iterator of ``Piece``; when it is exhausted, ``output`` holds the whole.
 
+    ``logits`` has the row that each token was decided from, if the session keeps them.
+
     Parameters
     ----------
     session
@@ -115,6 +120,7 @@ class Generation:
         self._progress = progress
         self._record = (seed, drafter, rule)
         self._origins: list[PieceOrigin] = []
+        self.logits: list[Float[Tensor, " V"]] = []
         self._pieces = self._run()
 
     def __iter__(self) -> Iterator[Piece]:
@@ -172,6 +178,8 @@ class Generation:
             text = self._ending.push(token)
             self.session.tokens.append(token)
             self._origins.append(origin)
+            if played.logits is not None:
+                self.logits.append(played.logits[played.rows[i]])
             pieces.append(Piece(text, token, origin, self._ending.finish_reason))
             if self._ending.finish_reason is not None:
                 break

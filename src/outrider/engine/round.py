@@ -44,6 +44,7 @@ class Session:
     prompt_length: int
     limit: int
     round: int = 0
+    keep_logits: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,12 @@ class Played:
     verdict: Verdict
     draft_s: float
     score_s: float
+    logits: Float[Tensor, "rows V"] | None = None
+
+    @property
+    def rows(self) -> list[int]:
+        """For each emitted token, the row of the logits that it was decided from."""
+        return [node - ROOT for node in (ROOT, *self.verdict.path)]
 
     @property
     def emitted(self) -> list[int]:
@@ -94,7 +101,8 @@ def play_round(s: Session) -> Played:
     verdict = s.rule.judge(target, proposal, s.chooser, position, s.round)
     s.cache.keep(len(s.tokens), verdict.path)
     s.round += 1
-    return Played(proposal, verdict, drafted - started, scored - drafted)
+    kept = logits if s.keep_logits else None
+    return Played(proposal, verdict, drafted - started, scored - drafted, kept)
 
 
 def _widen(logits: Float[Tensor, " Vq"], vocab_size: int) -> Float[Tensor, " V"]:

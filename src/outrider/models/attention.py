@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
@@ -37,26 +37,26 @@ def _rows_attention(
     query: Float[Tensor, "1 H n D"],
     key: Float[Tensor, "1 KV C D"],
     value: Float[Tensor, "1 KV C D"],
-    attention_mask: Bool[Tensor, "1 1 n C"] | None,
+    attention_mask: Float[Tensor, "1 1 rows C"],
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "1 n H D"], None]:
     """softmax(q kᵀ · scaling + mask) v, one query head's rows after the other's."""
     _, H, n, D = query.shape
-    KV = key.shape[1]
-    rows = -(-n // ROW_STEP) * ROW_STEP
+    KV, rows = key.shape[1], attention_mask.shape[2]
     q = F.pad(query, (0, 0, 0, rows - n)).reshape(1, KV, H // KV * rows, D)
-    if attention_mask is not None:
-        # A padding row sees every key: a row that saw none would be NaN.
-        mask = F.pad(attention_mask, (0, 0, 0, rows - n), value=True)
-        attention_mask = mask.expand(1, H // KV, rows, -1).reshape(1, 1, H // KV * rows, -1)
-    out = F.scaled_dot_product_attention(q, key, value, attn_mask=attention_mask, scale=scaling)
+    mask = attention_mask.repeat(1, 1, H // KV, 1)
+    out = F.scaled_dot_product_attention(q, key, value, attn_mask=mask, scale=scaling)
     return out.reshape(1, H, rows, -1)[:, :, :n].transpose(1, 2).contiguous(), None
 
 
-def _rows_mask(*args: Any, **kwargs: Any) -> Bool[Tensor, "1 1 n C"] | None:
-    kwargs["allow_is_causal_skip"] = False
-    mask: Tensor | None = sdpa_mask(*args, **kwargs)
+def _rows_mask(*args: Any, dtype: torch.dtype, **kwargs: Any) -> Float[Tensor, "1 1 rows C"]:
+    """Made once a pass: zeros where a row sees a key, minus infinity where not."""
+    seen = sdpa_mask(*args, **(kwargs | {"allow_is_causal_skip": False}))
+    n = seen.shape[2]
+    # A padding row sees every key: a row that saw none would be NaN.
+    mask = seen.new_zeros((1, 1, -(-n // ROW_STEP) * ROW_STEP, seen.shape[3]), dtype=dtype)
+    mask[:, :, :n].masked_fill_(~seen, -torch.inf)
     return mask
 
 

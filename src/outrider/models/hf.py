@@ -23,7 +23,7 @@ from outrider.models.numerics import row_step
 from outrider.models.tokenizer import HFTokenizer
 from outrider.protocols import Progress, Rollback
 
-__all__ = ["HFModel", "default_dtype", "load"]
+__all__ = ["HFModel", "default_device", "default_dtype", "eos_token_ids", "load"]
 
 _PREFILL_CHUNK = 512
 _NO_LIMIT = 1 << 20
@@ -133,7 +133,9 @@ class HFModel:
         }
         if self._takes_positions:
             positions = torch.arange(cache.length, cache.length + n, device=self.device)
-            inputs["position_ids"] = positions.clamp(max=self.context_length - 1)[None]
+            # A padding row must not look up a position that the model does not have.
+            last = max(self.context_length, cache.length + len(ids)) - 1
+            inputs["position_ids"] = positions.clamp(max=last)[None]
         if self._trims_logits:
             inputs["logits_to_keep"] = min(n, -(-(wanted + pad) // step) * step)
         logits: Tensor = self.module(**inputs).logits[0]
@@ -235,12 +237,15 @@ def load(
             f"'{located.path or located.repo}' could not be loaded as a language model: {first}",
             hint="Is the file whole, and of a family that transformers knows?",
         ) from error
-    ends = getattr(module.generation_config, "eos_token_id", None)
-    tokenizer = HFTokenizer(words, ends if isinstance(ends, list) else [ends] if ends else [])
-    model = HFModel(
-        module, name=located.name, vocab_size=tokenizer.vocab_size, same_numbers=True
-    )
+    tokenizer = HFTokenizer(words, eos_token_ids(module))
+    model = HFModel(module, name=located.name, vocab_size=tokenizer.vocab_size, same_numbers=True)
     return model, tokenizer
+
+
+def eos_token_ids(module: Any) -> list[int]:
+    """The end tokens that a model's generation settings name."""
+    ends = getattr(getattr(module, "generation_config", None), "eos_token_id", None)
+    return [] if ends is None else ends if isinstance(ends, list) else [ends]
 
 
 def _source(located: Located) -> tuple[str | Path, dict[str, Any]]:

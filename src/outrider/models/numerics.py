@@ -14,7 +14,9 @@ from outrider.protocols import Model
 
 __all__ = ["Numbers", "check_numbers", "row_step"]
 
-_STEPS = (1, 2, 4, 8, 16)
+_STEPS = (2, 4, 8, 16)
+"""A single row is never fed alone: many kernels have one of their own for it, with another
+order of sums, and two rows cost what one does."""
 
 
 @torch.inference_mode()
@@ -33,12 +35,13 @@ def row_step(model: nn.Module) -> int | None:
     generator = torch.Generator().manual_seed(0)
     candidates = list(_STEPS)
     for layer in shapes.values():
-        rows = torch.randn(2 * _STEPS[-1], layer.in_features, generator=generator)
+        # Heavy tails, as activations have: even rows would hide most differences in rounding.
+        rows = torch.randn(4 * _STEPS[-1], layer.in_features, generator=generator) ** 3
         rows = rows.to(layer.weight.device, layer.weight.dtype)
         whole = layer(rows)
         while candidates:
             step = candidates[0]
-            counts = {m * step for m in (1, 2, 3, 5)} & set(range(len(rows) + 1))
+            counts = {m * step for m in (1, 2, 3, 4)}
             if all(torch.equal(layer(rows[:n]), whole[:n]) for n in sorted(counts)):
                 break
             candidates.pop(0)

@@ -1,0 +1,38 @@
+# make demo   the default model, with a draft and without
+# make test   every test that this machine can run
+# make check  formatting, lint, types and import layers
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test check lock clean
+
+demo: $(READY)
+	$(BIN)/outrider demo
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+check: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# The lock pins every version, torch's above all: an open range may take another build.
+$(READY): requirements/lock.txt pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -r requirements/lock.txt
+	$(BIN)/python -m pip install --quiet --no-deps --editable .
+	touch $(READY)
+
+# Writes the versions that are installed now; run it after changing pyproject.toml.
+lock:
+	$(BIN)/python -m pip install --quiet --editable '.[dev]' 'torch==2.13.0'
+	$(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu$$//' > requirements/lock.txt
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

@@ -1,0 +1,96 @@
+"""``outrider chat``: a conversation whose earlier turns stay in the cache."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from outrider.cli import options as o
+from outrider.errors import OutriderError
+
+app = typer.Typer()
+
+_HELP = "/reset forgets the conversation, /quit leaves; Ctrl-C breaks off an answer."
+
+
+@app.command()
+def chat(
+    target: o.TargetName = "smollm2-135m",
+    drafter: o.DrafterName = "auto",
+    rule: o.RuleName = "auto",
+    draft_length: o.DraftLength = "auto",
+    max_tokens: o.MaxTokens = 512,
+    temperature: o.Temperature = 0.0,
+    top_k: o.TopK = 0,
+    top_p: o.TopP = 1.0,
+    min_p: o.MinP = 0.0,
+    repetition_penalty: o.RepetitionPenalty = 1.0,
+    seed: o.Seed = None,
+    system: Annotated[str | None, typer.Option("--system", help="A system message.")] = None,
+    runtime: o.Runtime = "auto",
+    dtype: o.Dtype = "auto",
+    device: o.Device = None,
+) -> None:
+    """Talk with a model. Each answer only reads what is new since the last one."""
+    from outrider.cli.generate import check_request
+    from outrider.cli.screen import Screen, load_engine, prefill_bar
+
+    request: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+    }
+    check_request(request)
+    screen = Screen()
+    engine = load_engine(
+        screen,
+        target,
+        drafter=drafter,
+        rule=rule,
+        draft_length=o.parse_draft_length(draft_length),
+        runtime=runtime,
+        dtype=dtype,
+        device=device,
+    )
+    talk = engine.conversation(system)
+    screen.err.print(f"[dim]{_HELP}[/]")
+    screen.legend()
+    while (line := _ask(screen)) is not None:
+        if line == "/quit":
+            break
+        if line == "/reset":
+            talk = engine.conversation(system)
+            screen.err.print("[dim]forgotten[/]")
+            continue
+        if line.startswith("/"):
+            screen.err.print(f"[dim]{_HELP}[/]")
+            continue
+        try:
+            with prefill_bar(screen) as progress:
+                screen.stream(talk.say(line, seed=seed, progress=progress, **request))
+        except KeyboardInterrupt:
+            screen.out.print()
+            screen.err.print("[dim]broken off; the conversation is as it was before[/]")
+            continue
+        except OutriderError as error:
+            # One request failed; the conversation goes on.
+            screen.err.print(f"[bold red]error:[/] {error}")
+            continue
+        screen.summary(talk.last)
+
+
+def _ask(screen: Any) -> str | None:
+    """The next line that is not empty; ``None`` at the end of the input."""
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "")
+        except (EOFError, KeyboardInterrupt):
+            screen.err.print()
+            return None
+        if line.strip():
+            return line.strip()

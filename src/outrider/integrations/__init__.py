@@ -1,0 +1,1 @@
+"""Outrider inside other libraries."""

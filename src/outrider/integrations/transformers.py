@@ -1,0 +1,223 @@
+"""Speculative decoding inside transformers' own ``generate``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation import (
+    GenerateDecoderOnlyOutput,
+    GenerationConfig,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
+
+from outrider.core.chooser import SeededChooser
+from outrider.core.processors import Context, Law, Sampling
+from outrider.engine.engine import Engine
+from outrider.engine.generation import FinishReason, Generation
+from outrider.engine.round import Session
+from outrider.errors import PromptError, UsageError
+from outrider.protocols import Drafter, Rule
+
+__all__ = ["transformers_generate"]
+
+_UNDERSTOOD = {
+    "attention_mask", "cache", "logits_to_keep", "position_ids", "token_type_ids", "use_cache",
+}  # fmt: skip
+
+
+def transformers_generate(
+    model: PreTrainedModel,
+    input_ids: Int[Tensor, "batch length"],
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    drafter: str | Drafter | PreTrainedModel = "auto",
+    rule: str | Rule = "auto",
+    draft_length: int | Literal["auto"] = "auto",
+    **model_kwargs: Any,
+) -> GenerateDecoderOnlyOutput | Int[Tensor, "batch longer"]:
+    """For ``model.generate(**inputs, custom_generate=outrider.transformers_generate)``.
+
+    Every setting of ``generate`` keeps its meaning: its processors make p, its stopping
+    criteria are asked after each single token, its streamer gets each token. The law of the
+    output is that of plain ``generate``; at ``do_sample=False`` the ids are the same, up to
+    near-ties of the model's own arithmetic. With sampling the seed is drawn from torch's
+    generator, so ``torch.manual_seed`` fixes the output.
+
+    Parameters
+    ----------
+    drafter, rule, draft_length
+        As in ``outrider.Engine``; a transformers model with the same tokenizer may stand for a
+        drafter.
+
+    Returns
+    -------
+    Tensor or GenerateDecoderOnlyOutput
+        What ``generate`` returns: sequences padded on the right, or with
+        ``return_dict_in_generate`` also ``scores`` and ``logits`` where asked for (one prompt
+        at a time). Several prompts are run one after the other.
+
+    Raises
+    ------
+    UsageError
+        When a setting cannot be honoured: beams, contrastive or guided decoding, attentions or
+        hidden states in the output, a cache that already holds tokens, inputs besides text.
+
+    Example
+    -------
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=16,
+    ...     num_hidden_layers=1, num_attention_heads=2, pad_token_id=0)
+    >>> model = LlamaForCausalLM(config)
+    >>> model.generate(torch.tensor([[1, 2, 1]]), max_new_tokens=3, eos_token_id=None,
+    ...     custom_generate=transformers_generate, drafter="ngram").shape
+    torch.Size([1, 6])
+    """
+    _refuse_what_cannot_be_kept(generation_config, logits_processor, model_kwargs)
+    # transformers hands a callable neither its streamer nor a way to ask for it.
+    streamer = sys._getframe(1).f_locals.get("streamer")
+    engine = Engine(model, drafter=drafter, rule=rule, draft_length=draft_length)
+    wants_rows = generation_config.return_dict_in_generate and (
+        generation_config.output_scores or generation_config.output_logits
+    )
+    if wants_rows and len(input_ids) > 1:
+        raise UsageError(
+            f"Scores and logits are returned for one prompt at a time; got {len(input_ids)}.",
+            hint="Call generate once for each prompt, or leave output_scores out.",
+        )
+    mask = model_kwargs.get("attention_mask")
+    rows: list[Tensor] = []
+    for i, row in enumerate(input_ids):
+        run = _Row(engine, row, None if mask is None else mask[i], logits_processor)
+        rows.append(run.generate(generation_config, stopping_criteria, streamer))
+    if streamer is not None:
+        streamer.end()
+
+    pad = generation_config._pad_token_tensor
+    sequences = torch.nn.utils.rnn.pad_sequence(
+        rows, batch_first=True, padding_value=float(pad) if pad is not None else 0.0
+    )
+    if not generation_config.return_dict_in_generate:
+        return sequences
+    return GenerateDecoderOnlyOutput(
+        sequences=sequences,
+        scores=tuple(run.scores) if generation_config.output_scores else None,
+        logits=tuple(run.logits) if generation_config.output_logits else None,
+    )
+
+
+class _Row:
+    """One prompt of the batch. It is also the ``Ending`` of its own generation."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        padded: Int[Tensor, " length"],
+        mask: Int[Tensor, " length"] | None,
+        processors: LogitsProcessorList,
+    ) -> None:
+        start = 0 if mask is None else int(mask.long().argmax())
+        if mask is not None and not bool(mask[start:].all()):
+            raise PromptError(
+                "The attention mask hides tokens inside a prompt or after it.",
+                hint="Pad on the left: tokenizer.padding_side = 'left'.",
+            )
+        self._engine = engine
+        self._padded = padded
+        self._prompt = padded[start:].tolist()
+        # Processors and criteria see the padding, as in plain generate.
+        self._before = padded[:start].tolist()
+        self._processors = processors
+        self.token_ids: list[int] = []
+        self.text = ""
+        self.finish_reason: FinishReason | None = None
+        self.scores: list[Float[Tensor, "1 V"]] = []
+        self.logits: list[Float[Tensor, "1 V"]] = []
+
+    def generate(
+        self, config: GenerationConfig, criteria: StoppingCriteriaList, streamer: Any
+    ) -> Int[Tensor, " longer"]:
+        model = self._engine.model
+        if not self._prompt:
+            raise PromptError("A prompt is empty.", hint="Give at least one token.")
+        self._criteria = criteria
+        keep_rows = config.return_dict_in_generate and (config.output_scores or config.output_logits)
+        sampling = Sampling(temperature=1.0 if config.do_sample else 0.0)
+        limit = config.max_length - len(self._before)
+        drafter = self._engine.drafter
+        session = Session(
+            model=model,
+            cache=model.new_cache(limit),
+            draft=drafter.start(self._prompt, limit),
+            rule=self._engine.make_rule(sampling),
+            policy=self._engine.make_policy(),
+            law=Law([self._process], greedy=sampling.greedy),
+            chooser=SeededChooser(int(torch.randint(2**62, ())) if config.do_sample else 0),
+            tokens=list(self._prompt),
+            prompt_length=len(self._prompt),
+            limit=limit,
+        )
+        session.keep_logits = bool(keep_rows)
+        generation = Generation(session, self)
+        for piece in generation:
+            if streamer is not None:
+                streamer.put(torch.tensor([piece.token_id]))
+        for step, logits in enumerate(generation.logits):
+            context = Context([*self._prompt, *self.token_ids[:step]], len(self._prompt))
+            self.logits.append(logits.float()[None])
+            self.scores.append(self._process(context, logits.float())[None])
+        new = torch.tensor(self.token_ids, dtype=self._padded.dtype, device=self._padded.device)
+        return torch.cat([self._padded, new])
+
+    def _process(self, context: Context, scores: Float[Tensor, " V"]) -> Float[Tensor, " V"]:
+        ids = torch.tensor([[*self._before, *context.tokens]], device=scores.device)
+        processed: Tensor = self._processors(ids, scores[None].clone())
+        return processed[0]
+
+    def push(self, token_id: int) -> str:
+        self.token_ids.append(token_id)
+        ids = torch.tensor(
+            [[*self._before, *self._prompt, *self.token_ids]], device=self._padded.device
+        )
+        if bool(self._criteria(ids, None).all()):
+            self.finish_reason = "stop"
+        return ""
+
+
+def _refuse_what_cannot_be_kept(
+    config: GenerationConfig, processors: Sequence[Any], model_kwargs: dict[str, Any]
+) -> None:
+    refused = {
+        "num_beams": (config.num_beams or 1) > 1,
+        "penalty_alpha": bool(config.penalty_alpha),
+        "guidance_scale": any(
+            isinstance(p, UnbatchedClassifierFreeGuidanceLogitsProcessor) for p in processors
+        ),
+        "output_attentions": bool(config.output_attentions),
+        "output_hidden_states": bool(config.output_hidden_states),
+    }
+    for name, here in refused.items():
+        if here:
+            raise UsageError(
+                f"Speculative decoding cannot honour {name}.",
+                hint=f"Leave {name} out, or call generate without custom_generate.",
+            )
+    cache = model_kwargs.get("cache")
+    if cache is not None and int(cache.get_seq_length()) > 0:
+        raise UsageError(
+            f"The given cache already holds {int(cache.get_seq_length())} tokens; an empty one was "
+            "expected.",
+            hint="Leave cache out; for chats, Engine.conversation keeps one.",
+        )
+    extra = [n for n, v in model_kwargs.items() if n not in _UNDERSTOOD and v is not None]
+    if extra:
+        raise UsageError(
+            f"Inputs besides text are not understood: {', '.join(sorted(extra))}.",
+            hint="Call generate without custom_generate.",
+        )
