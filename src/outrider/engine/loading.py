@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from outrider.errors import TokenizerMismatchError, UsageError
-from outrider.models.locate import locate
+from outrider.models.locate import Located, locate
 from outrider.models.tokenizer import difference
 from outrider.protocols import Model, Tokenizer
 from outrider.registry import RUNTIMES, did_you_mean
 
-__all__ = ["load_draft", "load_model", "parse_dtype"]
+__all__ = ["load_draft", "load_model", "parse_dtype", "runtime_for"]
 
 _DTYPES = {
     "float32": torch.float32,
@@ -28,6 +28,13 @@ def parse_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
     if name not in _DTYPES:
         raise UsageError(f"There is no dtype '{name}'.", hint=did_you_mean(name, _DTYPES))
     return _DTYPES[name]
+
+
+def runtime_for(located: Located) -> tuple[str, str]:
+    """The runtime that takes a model, and why."""
+    if located.kind == "toy":
+        return "toy", "a toy model, with known probabilities"
+    return "hf", "any causal language model of transformers"
 
 
 def load_model(
@@ -55,7 +62,7 @@ def load_model(
     """
     located = locate(target)
     if runtime == "auto":
-        runtime = "toy" if located.kind == "toy" else "hf"
+        runtime, _ = runtime_for(located)
     load = RUNTIMES.load(runtime)
     if (located.kind == "toy") != (runtime == "toy"):
         raise UsageError(

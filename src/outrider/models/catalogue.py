@@ -213,7 +213,7 @@ def pull(name: str, *, report: Report | None = None, verify: bool = False) -> Pa
             f"{path.parent}; {free / 1e6:.0f} MB are free.",
             hint="Make room, or set OUTRIDER_CACHE to another disk.",
         )
-    failures = []
+    failures: list[Exception] = []
     for source in entry.sources:
         try:
             with _temporary(path) as (folder, part):
@@ -225,13 +225,14 @@ def pull(name: str, *, report: Report | None = None, verify: bool = False) -> Pa
                 _check(entry, digest, str(source))
                 part.replace(path)
                 return path
-        except OSError as error:
-            failures.append(f"{error}")
-        except DownloadError as error:
-            failures.append(error.problem)
+        except (OSError, DownloadError, ChecksumError) as error:
+            failures.append(error)
+    if len(failures) == 1 or any(isinstance(f, ChecksumError) for f in failures):
+        # A file that is there but differs says more than a source that could not be reached.
+        raise max(failures, key=lambda f: isinstance(f, ChecksumError))
     raise DownloadError(
         f"'{name}' could not be fetched from any of its {len(entry.sources)} sources: "
-        + "; ".join(failures),
+        + "; ".join(str(f) for f in failures),
         hint=f"Check the network, or put the file at {path} yourself.",
     )
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
-import logging
+import io
+import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ from torch import Tensor
 
 from outrider.core.proposal import Proposal
 from outrider.errors import ModelError, ModelFileError, ModelNotFoundError, ProposalError
-from outrider.models import attention
+from outrider.models import attention, catalogue, memory
 from outrider.models.hf_cache import HFCache, rollback_of
 from outrider.models.locate import Located
 from outrider.models.numerics import row_step
@@ -171,17 +174,15 @@ def default_device() -> str:
 def _quiet() -> Iterator[None]:
     """transformers writes progress bars and advice to the terminal that the caller draws on."""
     log = transformers.utils.logging
-    before, bars = log.get_verbosity(), log.is_progress_bar_enabled()
-    accelerate_log = logging.getLogger("accelerate")
-    accelerate_before = accelerate_log.level
+    verbosity, bars = log.get_verbosity(), log.is_progress_bar_enabled()
     log.set_verbosity_error()
     log.disable_progress_bar()
-    accelerate_log.setLevel(logging.ERROR)
     try:
-        yield
+        # The GGUF reader's own bar has no switch.
+        with redirect_stderr(io.StringIO()):
+            yield
     finally:
-        log.set_verbosity(before)
-        accelerate_log.setLevel(accelerate_before)
+        log.set_verbosity(verbosity)
         if bars:
             log.enable_progress_bar()
 
@@ -194,7 +195,8 @@ def load(
     Parameters
     ----------
     located
-        Where the weights are. A GGUF file is dequantized: its packed form is slow here.
+        Where the weights are. A GGUF file is dequantized, since its packed form is slow here,
+        and the result is kept in the cache: reading a GGUF file takes ten times as long.
     dtype
         Of weights and activations; by default ``default_dtype``.
     device
@@ -206,35 +208,35 @@ def load(
         When the files are broken or of a kind that transformers cannot load.
     ModelNotFoundError
         When a hub repository does not exist or cannot be reached.
+    NotEnoughMemoryError
+        When the weights do not fit; raised before they are read.
 
     No code of a model repository is run, and no pickled weights are loaded.
     """
     device = device or default_device()
     dtype = dtype or default_dtype(device)
-    source, options = _source(located)
-    if located.kind == "gguf":
-        weights = {"quantization_config": transformers.GgufConfig(dequantize=True), **options}
-    else:
-        weights = {"use_safetensors": True, **options}
+    if device == "cpu":
+        memory.check_weights(_cheapest(located, dtype), dtype)
     try:
         with _quiet():
-            module = transformers.AutoModelForCausalLM.from_pretrained(
-                source, dtype=dtype, trust_remote_code=False, **weights
-            ).to(device)
-            words = transformers.AutoTokenizer.from_pretrained(
-                source, trust_remote_code=False, **options
-            )
-    except torch.cuda.OutOfMemoryError:
+            if located.kind == "gguf":
+                assert located.path is not None
+                module, words = _from_gguf(located.path, dtype)
+            else:
+                module, words = _from_pretrained(str(located.path or located.repo), dtype)
+        module = module.to(device)
+    except torch.OutOfMemoryError:
         raise
     except Exception as error:  # transformers raises whatever its many loaders meet
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        if located.kind == "hub" and isinstance(error, OSError) and "config.json" in str(error):
+        lines = str(error).strip().splitlines()
+        reason = lines[0] if lines else type(error).__name__
+        if located.kind == "hub" and isinstance(error, OSError):
             raise ModelNotFoundError(
-                f"The hub repository '{located.repo}' could not be read: {first}",
+                f"The hub repository '{located.repo}' could not be read: {reason}",
                 hint="Check the name and the network, or give a local folder or .gguf file.",
             ) from error
         raise ModelFileError(
-            f"'{located.path or located.repo}' could not be loaded as a language model: {first}",
+            f"'{located.path or located.repo}' could not be loaded as a language model: {reason}",
             hint="Is the file whole, and of a family that transformers knows?",
         ) from error
     tokenizer = HFTokenizer(words, eos_token_ids(module))
@@ -242,14 +244,59 @@ def load(
     return model, tokenizer
 
 
+def _from_pretrained(source: str | Path, dtype: torch.dtype) -> tuple[Any, Any]:
+    module = transformers.AutoModelForCausalLM.from_pretrained(
+        source, dtype=dtype, trust_remote_code=False, use_safetensors=True
+    )
+    words = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    return module, words
+
+
+def _from_gguf(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
+    """Dequantize a GGUF file, or load what an earlier call made of it."""
+    unpacked = _unpacked_folder(path, dtype)
+    if (unpacked / "config.json").is_file():
+        return _from_pretrained(unpacked, dtype)
+    source = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
+    module = transformers.AutoModelForCausalLM.from_pretrained(
+        **source,
+        dtype=dtype,
+        trust_remote_code=False,
+        quantization_config=transformers.GgufConfig(dequantize=True),
+    )
+    words = transformers.AutoTokenizer.from_pretrained(**source, trust_remote_code=False)
+    size_bytes = sum(p.nbytes for p in module.parameters())
+    unpacked.parent.mkdir(parents=True, exist_ok=True)
+    if shutil.disk_usage(unpacked.parent).free > 4 * size_bytes:
+        with tempfile.TemporaryDirectory(dir=unpacked.parent, prefix=".part-") as part:
+            module.save_pretrained(part)
+            words.save_pretrained(part)
+            # Renamed in one step, so that a folder with this name is always whole; a second
+            # process that was as quick has written the same.
+            with suppress(OSError):
+                Path(part).rename(unpacked)
+                Path(part).mkdir()
+    return module, words
+
+
+def _cheapest(located: Located, dtype: torch.dtype) -> Located:
+    """The same weights where their header is quick to read."""
+    if located.kind == "gguf" and located.path is not None:
+        unpacked = _unpacked_folder(located.path, dtype)
+        if (unpacked / "config.json").is_file():
+            return Located("folder", located.name, path=unpacked)
+    return located
+
+
+def _unpacked_folder(path: Path, dtype: torch.dtype) -> Path:
+    """Named after the file's place, length and time, and the code that reads it."""
+    stat = path.stat()
+    parts = (path.resolve(), stat.st_size, stat.st_mtime_ns, dtype, transformers.__version__)
+    key = hashlib.sha256("|".join(map(str, parts)).encode()).hexdigest()[:16]
+    return catalogue.cache_folder() / "unpacked" / f"{path.stem}-{key}"
+
+
 def eos_token_ids(module: Any) -> list[int]:
     """The end tokens that a model's generation settings name."""
     ends = getattr(getattr(module, "generation_config", None), "eos_token_id", None)
     return [] if ends is None else ends if isinstance(ends, list) else [ends]
-
-
-def _source(located: Located) -> tuple[str | Path, dict[str, Any]]:
-    if located.kind == "gguf":
-        assert located.path is not None
-        return located.path.parent, {"gguf_file": located.path.name}
-    return located.path or located.repo or "", {}

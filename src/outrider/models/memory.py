@@ -1,0 +1,158 @@
+"""Whether a model fits, asked before it is loaded."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import psutil
+import torch
+
+from outrider.errors import ModelFileError, NotEnoughMemoryError
+from outrider.models.locate import Located
+
+__all__ = ["Facts", "available_bytes", "check_weights", "facts"]
+
+_OVERHEAD = 1.2
+"""Activations, caches and what loading itself takes, as a factor on the weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a model's files say of themselves, read without loading them.
+
+    Sizes that a file does not tell are ``None``.
+    """
+
+    architecture: str
+    parameters: int
+    file_bytes: int
+    precision: str
+    layers: int | None = None
+    hidden_size: int | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    vocab_size: int | None = None
+    context_length: int | None = None
+
+    def weights_bytes(self, dtype: torch.dtype) -> int:
+        """Memory for the weights in a dtype."""
+        return self.parameters * dtype.itemsize
+
+    def cache_bytes_per_token(self, dtype: torch.dtype) -> int | None:
+        """Memory for one token's keys and values."""
+        if self.layers is None or self.kv_heads is None or self.head_dim is None:
+            return None
+        return 2 * self.layers * self.kv_heads * self.head_dim * dtype.itemsize
+
+
+def facts(located: Located) -> Facts | None:
+    """Read a model's headers; ``None`` for a toy or a repository that is not here.
+
+    Raises
+    ------
+    ModelFileError
+        When a header cannot be read.
+    """
+    if located.path is None:
+        return None
+    try:
+        if located.kind == "gguf":
+            return _gguf_facts(located.path)
+        return _folder_facts(located.path)
+    except Exception as error:  # each reader has its own ways to fail on a broken file
+        raise ModelFileError(
+            f"The header of '{located.path}' cannot be read: {error or type(error).__name__}.",
+            hint="The file is broken or was only partly copied; fetch it again.",
+        ) from error
+
+
+def available_bytes() -> int:
+    """Memory that can still be taken: the machine's, or the container's if that is less."""
+    free = int(psutil.virtual_memory().available)
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = int((group / "memory.max").read_text())
+        free = min(free, limit - int((group / "memory.current").read_text()))
+    except (OSError, ValueError):  # no such file, or "max"
+        pass
+    return free
+
+
+def check_weights(located: Located, dtype: torch.dtype) -> None:
+    """Raise ``NotEnoughMemoryError`` when a model's weights would not fit into memory."""
+    found = facts(located)
+    if found is None:
+        return
+    needed, free = found.weights_bytes(dtype) * _OVERHEAD, available_bytes()
+    if needed > free:
+        raise NotEnoughMemoryError(
+            f"'{located.name}' needs about {needed / 1e9:.1f} GB for {found.parameters / 1e6:,.0f} "
+            f"million weights in {str(dtype).removeprefix('torch.')}; {free / 1e9:.1f} GB are free.",
+            hint="Close other programs, choose a smaller model, or a narrower --dtype.",
+        )
+
+
+def _gguf_facts(path: Path) -> Facts:
+    from gguf import GGUFReader
+
+    reader = GGUFReader(path)
+
+    def value(name: str) -> object:
+        field = reader.get_field(name)
+        return None if field is None else field.contents()
+
+    kind = str(value("general.architecture"))
+
+    def number(name: str) -> int | None:
+        found = value(f"{kind}.{name}")
+        return found if isinstance(found, int) else None
+
+    end = max((t.data_offset + t.n_bytes for t in reader.tensors), default=0)
+    if end > path.stat().st_size:
+        raise ValueError(f"it holds {path.stat().st_size} bytes of {end}")
+    heads, hidden = number("attention.head_count"), number("embedding_length")
+    tokens = reader.get_field("tokenizer.ggml.tokens")
+    kinds = [t.tensor_type.name for t in reader.tensors if len(t.shape) > 1]
+    return Facts(
+        architecture=kind,
+        parameters=sum(int(t.n_elements) for t in reader.tensors),
+        file_bytes=path.stat().st_size,
+        precision=max(set(kinds), key=kinds.count) if kinds else "unknown",
+        layers=number("block_count"),
+        hidden_size=hidden,
+        kv_heads=number("attention.head_count_kv") or heads,
+        head_dim=number("attention.key_length") or (hidden // heads if hidden and heads else None),
+        vocab_size=len(tokens.data) if tokens is not None else None,
+        context_length=number("context_length"),
+    )
+
+
+def _folder_facts(path: Path) -> Facts:
+    from safetensors import safe_open
+
+    config = json.loads((path / "config.json").read_text())
+    config = config.get("text_config", config)
+    parameters, kinds = 0, []
+    files = sorted(path.glob("*.safetensors"))
+    for file in files:
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - the handle is no mapping
+                part = tensors.get_slice(name)
+                parameters += prod(part.get_shape())
+                kinds.append(part.get_dtype())
+    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
+    return Facts(
+        architecture=str(config.get("model_type")),
+        parameters=parameters,
+        file_bytes=sum(file.stat().st_size for file in files),
+        precision=max(set(kinds), key=kinds.count) if kinds else "unknown",
+        layers=config.get("num_hidden_layers"),
+        hidden_size=hidden,
+        kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or (hidden // heads if hidden and heads else None),
+        vocab_size=config.get("vocab_size"),
+        context_length=config.get("max_position_embeddings"),
+    )
