@@ -35,6 +35,8 @@ def demo(target: o.TargetName = "smollm2-135m", max_tokens: o.MaxTokens = 160) -
     The first asks for text that mostly repeats its input, where prompt lookup shines. The
     second is an ordinary question, where it seldom finds anything to copy.
     """
+    from rich.text import Text
+
     from outrider.cli.generate import chat_or_text, take_turns
     from outrider.cli.screen import Screen, load_engine
 
@@ -43,7 +45,7 @@ def demo(target: o.TargetName = "smollm2-135m", max_tokens: o.MaxTokens = 160) -
     screen.legend()
     for title, prompt in (("An edit", _EDIT), ("An ordinary question", _ORDINARY)):
         screen.err.rule(f"[bold]{title}[/]", align="left")
-        screen.err.print(f"[dim]{prompt.strip()}[/]\n")
+        screen.err.print(Text(f"{prompt.strip()}\n", "dim"))
         what: Any = chat_or_text(engine, prompt)
         screen.stream(engine.stream(what, max_tokens=max_tokens))
         screen.err.print("\n[dim]now both ways, three times in turns ...[/]")

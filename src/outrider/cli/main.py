@@ -25,7 +25,9 @@ class _Lazy(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in _COMMANDS:
             return None
-        return typer.main.get_command(import_module(f"outrider.cli.{cmd_name}").app)
+        command = typer.main.get_command(import_module(f"outrider.cli.{cmd_name}").app)
+        command.name = cmd_name
+        return command
 
 
 app = typer.Typer(
