@@ -1,5 +1,6 @@
 # make demo   the default model, with a draft and without
-# make test   every test that this machine can run
+# make test   the tests, in a few minutes
+# make test-slow  the long ones: every draft length on twenty prompts, and the like
 # make check  formatting, lint, types and import layers
 
 PYTHON ?= python3
@@ -7,13 +8,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check lock clean
+.PHONY: demo test test-slow check lock clean
 
 demo: $(READY)
 	$(BIN)/outrider demo
 
 test: $(READY)
 	$(BIN)/python -m pytest
+
+test-slow: $(READY)
+	$(BIN)/python -m pytest -m slow
 
 check: $(READY)
 	$(BIN)/ruff format --check .

@@ -28,9 +28,9 @@ TEMPLATE = (
 
 def spell(text: str) -> str:
     """A text in the byte-level alphabet: one visible character a byte."""
-    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(
-        text
-    )[0][0]
+    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)[
+        0
+    ][0]
 
 
 def wrap(tokenizer: Tokenizer, **options: object) -> PreTrainedTokenizerFast:
@@ -67,7 +67,7 @@ def new_byte_level(
 def new_byte_fallback() -> PreTrainedTokenizerFast:
     """As Llama 2 and Mistral have it: words with a mark for spaces, single bytes for the rest."""
     words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    words += ["▁", "a", "b", "é", "你", "▁a", "ab", "▁▁"]
+    words += ["▁", "a", "b", "é", "你", "▁a", "ab", "▁▁", "\ufffd"]
     merges = [("▁", "a"), ("a", "b"), ("▁", "▁")]
     model = models.BPE(
         vocab={word: i for i, word in enumerate(words)},
@@ -139,21 +139,11 @@ def real(file: str) -> HFTokenizer:
     return _load(folder / file)
 
 
-def byte_tokens(tokenizer: HFTokenizer) -> dict[int, int]:
-    """Byte value to the id of its token, in a byte-level vocabulary."""
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    ids = {word: i for i, word in enumerate(tokenizer.vocabulary) if word in alphabet}
-    # Text reaches every byte but those that UTF-8 never uses.
-    spelled = {byte: spell(chr(byte)) for byte in range(128)}
-    for first in range(0xC2, 0xF5):
-        second = 0x90 if first == 0xF0 else 0x80
-        size = 1 + (first >= 0xC2) + (first >= 0xE0) + (first >= 0xF0)
-        second = 0xA0 if first == 0xE0 else second
-        raw = bytes([first, second, 0x80, 0x80][:size])
-        spelled[first] = spell(raw.decode())[0]
-    for last in range(0x80, 0xC0):
-        spelled[last] = spell(bytes([0xC3, last]).decode())[1]
-    return {byte: ids[word] for byte, word in spelled.items() if word in ids}
+@cache
+def single_bytes(tokenizer: HFTokenizer) -> list[int]:
+    """The tokens of a byte-level vocabulary that stand for one byte."""
+    alphabet = set(pre_tokenizers.ByteLevel.alphabet())
+    return [i for i, word in enumerate(tokenizer.vocabulary) if word in alphabet]
 
 
 class PieceTokenizer:

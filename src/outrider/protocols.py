@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from jaxtyping import Float
 from torch import Tensor
@@ -40,6 +40,7 @@ Progress = Callable[[int, int], None]
 """Called with what is done and what there is to do in all, in tokens."""
 
 
+@runtime_checkable
 class Cache(Protocol):
     """A model's memory of the tokens it has seen."""
 
@@ -68,6 +69,7 @@ class Cache(Protocol):
         ...
 
 
+@runtime_checkable
 class Model(Protocol):
     """A language model that scores positions.
 
@@ -99,6 +101,7 @@ class Model(Protocol):
         ...
 
 
+@runtime_checkable
 class TextStream(Protocol):
     """Text from token ids that arrive one at a time; incomplete characters are held back."""
 
@@ -111,6 +114,7 @@ class TextStream(Protocol):
         ...
 
 
+@runtime_checkable
 class Tokenizer(Protocol):
     """Between text and token ids."""
 
@@ -169,6 +173,7 @@ class Pick:
         return self.choose(self.distribution(logits, path), len(path), len(path))
 
 
+@runtime_checkable
 class DraftSession(Protocol):
     """A drafter at work on one sequence."""
 
@@ -198,6 +203,7 @@ class Setting:
     load: Callable[[str], Model]
 
 
+@runtime_checkable
 class Drafter(Protocol):
     """A source of proposals. ``default_length`` is the draft length used when none is given."""
 
@@ -214,6 +220,7 @@ class Drafter(Protocol):
         ...
 
 
+@runtime_checkable
 class Rule(Protocol):
     """Decides what of a proposal stands. ``exact``: the target's law is kept whatever q is."""
 
@@ -236,6 +243,7 @@ class Rule(Protocol):
         ...
 
 
+@runtime_checkable
 class Policy(Protocol):
     """Chooses a draft length before anything is drawn, from this request's history alone."""
 

@@ -91,9 +91,11 @@ def info(
 ) -> None:
     """What a model is, what it needs, which runtime takes it, and whether its numbers hold."""
     from outrider.engine.loading import load_model, parse_dtype, runtime_for
-    from outrider.models.locate import locate
+    from outrider.models.locate import is_present, locate
     from outrider.models.memory import available_bytes, facts
 
+    if not is_present(target):
+        pull_with_bar(target)
     located = locate(target)
     runtime, why = runtime_for(located)
     result: dict[str, Any] = {

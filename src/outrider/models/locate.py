@@ -15,6 +15,8 @@ from outrider.registry import did_you_mean
 __all__ = ["Located", "is_present", "locate"]
 
 _FORMS = "a catalogue name, a .gguf file, a transformers folder, a hub id (owner/name), or toy"
+_GGUF_HEADER_BYTES = 24
+"""Magic, version, and the numbers of tensors and of metadata pairs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +71,17 @@ def locate(target: str) -> Located:
         return Located("toy", target, options={k.strip(): v.strip() for k, _, v in pairs})
     if target in catalogue.CATALOGUE:
         return Located("gguf", target, path=catalogue.pull(target))
-    path = Path(target).expanduser()
-    if path.is_file():
-        return Located("gguf", path.stem, path=_checked_gguf(path))
-    if path.is_dir():
-        return _folder(path)
+    try:
+        path = Path(target).expanduser()
+        if path.is_file():
+            return Located("gguf", path.stem, path=_checked_gguf(path))
+        # An empty target would otherwise stand for the working directory.
+        if target and path.is_dir():
+            return _folder(path)
+    except (OSError, RuntimeError) as error:  # too long a name, no right to look, no such home
+        raise ModelNotFoundError(
+            f"'{target}' cannot be opened: {error}.", hint=f"A target is {_FORMS}."
+        ) from error
     if target.startswith((".", "~", "/")) or path.suffix in (".gguf", ".safetensors"):
         raise ModelNotFoundError(f"There is no file or folder '{target}'.", hint=_near(path))
     if re.fullmatch(r"[\w.-]+/[\w.-]+", target):
@@ -86,12 +94,18 @@ def locate(target: str) -> Located:
 
 def _checked_gguf(path: Path) -> Path:
     with path.open("rb") as stream:
-        magic = stream.read(4)
-    if magic != b"GGUF":
-        what = "is empty" if not magic else f"begins with {magic!r}, not b'GGUF'"
+        header = stream.read(_GGUF_HEADER_BYTES)
+    if header[:4] != b"GGUF":
+        what = f"begins with {header[:4]!r}, not b'GGUF'" if header else "is empty"
         raise ModelFileError(
             f"'{path}' is not a GGUF file: it {what}.",
             hint="Give a .gguf file, or the folder of a transformers model.",
+        )
+    if len(header) < _GGUF_HEADER_BYTES:
+        raise ModelFileError(
+            f"'{path}' is cut off after {len(header)} bytes; a GGUF header alone takes "
+            f"{_GGUF_HEADER_BYTES}.",
+            hint="Copy or fetch it again.",
         )
     return path
 

@@ -18,6 +18,8 @@ __all__ = ["Facts", "available_bytes", "check_weights", "facts"]
 _OVERHEAD = 1.2
 """Activations, caches and what loading itself takes, as a factor on the weights."""
 
+_CGROUP = Path("/sys/fs/cgroup")
+
 
 @dataclass(frozen=True, slots=True)
 class Facts:
@@ -54,7 +56,7 @@ def facts(located: Located) -> Facts | None:
     Raises
     ------
     ModelFileError
-        When a header cannot be read.
+        When a header cannot be read, or weights that it names are missing.
     """
     if located.path is None:
         return None
@@ -63,8 +65,9 @@ def facts(located: Located) -> Facts | None:
             return _gguf_facts(located.path)
         return _folder_facts(located.path)
     except Exception as error:  # each reader has its own ways to fail on a broken file
+        reason = str(error) or type(error).__name__
         raise ModelFileError(
-            f"The header of '{located.path}' cannot be read: {error or type(error).__name__}.",
+            f"'{located.path}' cannot be read as a model: {reason.rstrip('.')}.",
             hint="The file is broken or was only partly copied; fetch it again.",
         ) from error
 
@@ -72,10 +75,12 @@ def facts(located: Located) -> Facts | None:
 def available_bytes() -> int:
     """Memory that can still be taken: the machine's, or the container's if that is less."""
     free = int(psutil.virtual_memory().available)
-    group = Path("/sys/fs/cgroup")
     try:
-        limit = int((group / "memory.max").read_text())
-        free = min(free, limit - int((group / "memory.current").read_text()))
+        limit = int((_CGROUP / "memory.max").read_text())
+        used = int((_CGROUP / "memory.current").read_text())
+        pages = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+        # Files that were read count as used, though the kernel drops them when asked for room.
+        free = min(free, max(0, limit - used + int(pages["inactive_file"])))
     except (OSError, ValueError):  # no such file, or "max"
         pass
     return free
@@ -90,7 +95,8 @@ def check_weights(located: Located, dtype: torch.dtype) -> None:
     if needed > free:
         raise NotEnoughMemoryError(
             f"'{located.name}' needs about {needed / 1e9:.1f} GB for {found.parameters / 1e6:,.0f} "
-            f"million weights in {str(dtype).removeprefix('torch.')}; {free / 1e9:.1f} GB are free.",
+            f"million weights in {str(dtype).removeprefix('torch.')}; {free / 1e9:.1f} GB are "
+            "free.",
             hint="Close other programs, choose a smaller model, or a narrower --dtype.",
         )
 
@@ -110,9 +116,8 @@ def _gguf_facts(path: Path) -> Facts:
         found = value(f"{kind}.{name}")
         return found if isinstance(found, int) else None
 
-    end = max((t.data_offset + t.n_bytes for t in reader.tensors), default=0)
-    if end > path.stat().st_size:
-        raise ValueError(f"it holds {path.stat().st_size} bytes of {end}")
+    if not reader.tensors:
+        raise ValueError("it holds no weights")
     heads, hidden = number("attention.head_count"), number("embedding_length")
     tokens = reader.get_field("tokenizer.ggml.tokens")
     kinds = [t.tensor_type.name for t in reader.tensors if len(t.shape) > 1]
@@ -136,7 +141,7 @@ def _folder_facts(path: Path) -> Facts:
     config = json.loads((path / "config.json").read_text())
     config = config.get("text_config", config)
     parameters, kinds = 0, []
-    files = sorted(path.glob("*.safetensors"))
+    files = _weight_files(path)
     for file in files:
         with safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - the handle is no mapping
@@ -156,3 +161,14 @@ def _folder_facts(path: Path) -> Facts:
         vocab_size=config.get("vocab_size"),
         context_length=config.get("max_position_embeddings"),
     )
+
+
+def _weight_files(path: Path) -> list[Path]:
+    """What transformers would load; a second copy in another layout must not count twice."""
+    whole, index = path / "model.safetensors", path / "model.safetensors.index.json"
+    if whole.is_file() or not index.is_file():
+        return [whole]
+    names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    if missing := [name for name in names if not (path / name).is_file()]:
+        raise ValueError(f"{len(missing)} of {len(names)} shards are missing, first {missing[0]}")
+    return [path / name for name in names]

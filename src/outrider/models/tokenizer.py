@@ -20,9 +20,10 @@ __all__ = ["HFTokenizer", "TextStream", "ToyTokenizer", "difference"]
 
 _INCOMPLETE = "\ufffd"
 
-# A character has at most four bytes and each token of a window adds at least one, so a window of
-# four tokens cannot begin inside the character that it ends in.
-_WINDOW = 4
+# An incomplete character has at most three bytes and each token of a window adds at least one, so
+# a window of three tokens cannot begin inside the character that it ends in. Nor can it hide that
+# some decoders drop a space at the very start of a text: that touches its first token alone.
+_WINDOW = 3
 
 _Utf8 = getincrementaldecoder("utf-8")
 
@@ -107,13 +108,10 @@ class TextStream:
         return self._bytes.decode(b"", final=True)
 
     def _slide(self) -> None:
-        text = self._decode(self._window[-_WINDOW:])
-        # Some decoders drop a space at the very start of a text; a window that shows no text may
-        # not have used that up yet, and the space dropped next would be a real one.
-        if text:
-            self._window = self._window[-_WINDOW:]
-            self._told = len(text) - (len(self._text) - self._told)
-            self._text = text
+        self._window = self._window[-_WINDOW:]
+        held = len(self._text) - self._told
+        self._text = self._decode(self._window)
+        self._told = len(self._text) - held
 
 
 class HFTokenizer:
@@ -153,7 +151,7 @@ class HFTokenizer:
         own = tokenizer.eos_token_id
         self._eos = frozenset(eos_token_ids) | ({own} if own is not None else frozenset())
         self._silent = frozenset(
-            [i for i, word in enumerate(words) if word is None]
+            [i for i, word in enumerate(words) if not word]
             # Twice, since a decoder may drop the first space of a text.
             + [i for i in tokenizer.added_tokens_decoder if not self._text([i, i])]
         )
@@ -410,7 +408,8 @@ def _token_text(tokenizer: Tokenizer, token_id: int) -> str:
 def _added_tokens(tokenizer: Tokenizer) -> str:
     if not isinstance(tokenizer, HFTokenizer):
         return ""
-    return " a ".join(tokenizer._tokenizer.get_added_vocab())
+    added = tokenizer._tokenizer.get_added_vocab()
+    return " a ".join(word for word, i in added.items() if i < tokenizer.vocab_size)
 
 
 def _encoded(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -94,11 +95,14 @@ class ToyModel:
         ``sharpness`` scales the logits, which are standard normal.
         """
 
-        def probabilities(tokens: tuple[int, ...]) -> Float64[np.ndarray, " V"]:
-            recent = [token + 1 for token in tokens[-order:]] if order else []
-            rng = np.random.default_rng([seed, len(recent), *recent])
+        @lru_cache(maxsize=65536)
+        def after(recent: tuple[int, ...]) -> Float64[np.ndarray, " V"]:
+            rng = np.random.default_rng([seed, len(recent), *(token + 1 for token in recent)])
             weights = np.exp(sharpness * rng.standard_normal(vocab_size))
             return weights / weights.sum()
+
+        def probabilities(tokens: tuple[int, ...]) -> Float64[np.ndarray, " V"]:
+            return after(tokens[-order:] if order else ())
 
         return cls(probabilities, vocab_size, context_length=context_length, name=f"toy-{seed}")
 

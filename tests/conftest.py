@@ -1,0 +1,60 @@
+"""Shared fixtures. Array shapes in the package's annotations are checked while tests run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+from jaxtyping import install_import_hook
+
+# Before the package is imported anywhere: every annotated shape becomes a check.
+install_import_hook("outrider", "beartype.beartype")
+
+import torch  # noqa: E402
+
+settings.register_profile(
+    "outrider",
+    deadline=None,  # speed is measured by benchmarks, never by a test
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("outrider")
+
+PAIR_TOOL = Path(__file__).resolve().parents[2] / "shared/tools/get_pair.py"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _two_threads() -> Iterator[None]:
+    """Thread counts change the order of float sums; two is what the project is tested on."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(min(2, before))
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def smollm():
+    """The default model's engine; fetched, and checked, on first use."""
+    from outrider import Engine
+    from outrider.errors import DownloadError
+
+    try:
+        return Engine.load("smollm2-135m")
+    except DownloadError as error:
+        pytest.skip(f"the default model cannot be fetched here: {error}")
+
+
+@pytest.fixture(scope="session")
+def pair() -> tuple[str, str]:
+    """Paths of the development pair: a 1.5B target and a 0.5B draft."""
+    if not PAIR_TOOL.exists():
+        pytest.skip("the development pair is fetched by a tool that is not beside this checkout")
+    done = subprocess.run([sys.executable, str(PAIR_TOOL)], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"the development pair cannot be fetched here: {done.stderr[-200:]}")
+    target, draft = done.stdout.split()
+    return target, draft
