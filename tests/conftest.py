@@ -1,7 +1,8 @@
-"""Shared fixtures. Array shapes in the package's annotations are checked while tests run."""
+"""Shared fixtures. With OUTRIDER_SHAPES=1 the shapes in the package's annotations are checked."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,10 +12,12 @@ import pytest
 from hypothesis import HealthCheck, settings
 from jaxtyping import install_import_hook
 
-# Before the package is imported anywhere: every annotated shape becomes a check.
-install_import_hook("outrider", "beartype.beartype")
+# Before the package is imported anywhere. The checks cost more than what they check, so one test
+# runs a part of the suite with them (tests/unit/test_shapes.py).
+if os.environ.get("OUTRIDER_SHAPES"):
+    install_import_hook("outrider", "beartype.beartype")
 
-import torch  # noqa: E402
+import torch
 
 settings.register_profile(
     "outrider",

@@ -64,7 +64,7 @@ def chain_law(
     end_ids: frozenset[int] = frozenset(),
     prompt: tuple[int, ...] = (0,),
 ) -> Outputs:
-    """The law of plain decoding, straight from the chain rule; it shares no loop with the engine."""
+    """The law of plain decoding, straight from the chain rule, without the engine's loop."""
     law = law or Law()
     outputs: Outputs = {}
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from jaxtyping import Float
 from torch import Tensor
@@ -86,12 +86,12 @@ class Model(Protocol):
         """An empty cache with room for ``capacity`` tokens."""
         ...
 
-    def prefill(self, cache: Cache, tokens: Sequence[int], progress: Progress | None) -> None:
-        """Feed tokens whose logits nobody asks for."""
+    def prefill(self, cache: Any, tokens: Sequence[int], progress: Progress | None) -> None:
+        """Feed tokens whose logits nobody asks for, into a cache of this model's making."""
         ...
 
     def score(
-        self, cache: Cache, tokens: Sequence[int], proposal: Proposal
+        self, cache: Any, tokens: Sequence[int], proposal: Proposal
     ) -> Float[Tensor, "rows V"]:
         """One target call: feed tokens and a proposal after them.
 
@@ -117,6 +117,11 @@ class TextStream(Protocol):
 @runtime_checkable
 class Tokenizer(Protocol):
     """Between text and token ids."""
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether messages can be turned into a prompt."""
+        ...
 
     @property
     def vocab_size(self) -> int:
@@ -256,5 +261,3 @@ class Policy(Protocol):
     def learn(self, drafted: int, accepted: int) -> None:
         """What became of the last round's draft."""
         ...
-
-

@@ -172,9 +172,7 @@ def test_certain_things_happen_and_impossible_ones_do_not():
 # --- the seeded chooser: determinism and independence --------------------------------------------
 
 
-@given(
-    st.integers(-(2**70), 2**70), st.integers(0, 9), st.integers(0, 99), st.integers(0, 9)
-)
+@given(st.integers(-(2**70), 2**70), st.integers(0, 9), st.integers(0, 99), st.integers(0, 9))
 def test_an_answer_depends_on_nothing_but_seed_and_place(seed, sequence, position, round_):
     law = Distribution.dense(np.arange(1, 40))
     place = Place(position, "draft", round_, 2)
@@ -222,8 +220,10 @@ def test_the_independence_test_can_tell():
     law, other = Distribution.dense([0.4, 0.35, 0.25]), Distribution.dense([0.3, 0.3, 0.4])
     table = np.zeros((3, 3))
     for i in range(2000):
-        table[SeededChooser(1).draw(law, Place(i, "draft")),
-              SeededChooser(1).draw(other, Place(i, "draft"))] += 1
+        table[
+            SeededChooser(1).draw(law, Place(i, "draft")),
+            SeededChooser(1).draw(other, Place(i, "draft")),
+        ] += 1
     assert independence(table) < ALPHA
 
 
@@ -248,7 +248,10 @@ def _pairs_of_laws() -> dict[str, tuple[np.ndarray, np.ndarray]]:
         "all tail": (_softmax(flat), _softmax(flat + 0.2 * rng.standard_normal(3000))),
         # All of one law lies just above 1/1024, all of the other just below.
         "about the threshold": (narrow / 1000, np.full(1100, 1 / 1100)),
-        "top-k of a tail": (_softmax(logits), np.where(np.arange(20_000) < 9000, _softmax(logits), 0)),
+        "top-k of a tail": (
+            _softmax(logits),
+            np.where(np.arange(20_000) < 9000, _softmax(logits), 0),
+        ),
     }
 
 
@@ -309,7 +312,9 @@ def test_enumeration_follows_branches_whose_length_depends_on_chance():
 
 def test_impossible_branches_are_not_walked():
     outcomes = list(
-        enumerate_outcomes(lambda c: (c.accept(0.0, Place(0, "accept")), c.accept(1.5, Place(1, "accept"))))
+        enumerate_outcomes(
+            lambda c: (c.accept(0.0, Place(0, "accept")), c.accept(1.5, Place(1, "accept")))
+        )
     )
     assert outcomes == [((False, True), 1.0)]
 

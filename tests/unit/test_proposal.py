@@ -32,7 +32,9 @@ def test_paths_run_from_the_top_along_parents(tree):
         path = tree.path(node)
         assert path[-1] == node
         assert tree.parents[path[0]] == ROOT
-        assert all(tree.parents[below] == above for above, below in zip(path, path[1:], strict=False))
+        assert all(
+            tree.parents[below] == above for above, below in zip(path, path[1:], strict=False)
+        )
         assert tree.path_tokens(node) == [tree.tokens[n] for n in path]
     assert tree.path(ROOT) == [] == tree.path_tokens(ROOT)
 

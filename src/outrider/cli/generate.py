@@ -100,7 +100,8 @@ def generate(
         output = stream.output
     request["seed"] = output.seed
 
-    outputs, plains = [output], []
+    outputs: list[Any] = [output]
+    plains: list[Any] = []
     if compare:
         outputs, plains = take_turns(engine, what, request)
     if as_json:
@@ -148,14 +149,13 @@ def chat_or_text(engine: Any, prompt: str, system: str | None = None) -> Any:
     return [*messages, {"role": "user", "content": prompt}]
 
 
-def take_turns(
-    engine: Any, prompt: Any, request: dict[str, Any]
-) -> tuple[list[Any], list[Any]]:
+def take_turns(engine: Any, prompt: Any, request: dict[str, Any]) -> tuple[list[Any], list[Any]]:
     """Speculation and plain decoding of one prompt, one after the other, three times.
 
     A drift of the machine's speed so falls on both.
     """
-    ours, plains = [], []
+    ours: list[Any] = []
+    plains: list[Any] = []
     for turn in range(_TURNS):
         pair = [(ours, False), (plains, True)]
         for outputs, plain in pair if turn % 2 else pair[::-1]:

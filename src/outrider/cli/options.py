@@ -28,14 +28,10 @@ TargetName = Annotated[
         rich_help_panel=_MODEL,
     ),
 ]
-Runtime = Annotated[
-    str, typer.Option("--runtime", help="auto, hf or toy.", rich_help_panel=_MODEL)
-]
+Runtime = Annotated[str, typer.Option("--runtime", help="auto, hf or toy.", rich_help_panel=_MODEL)]
 Dtype = Annotated[
     str,
-    typer.Option(
-        "--dtype", help="auto, float32, bfloat16 or float16.", rich_help_panel=_MODEL
-    ),
+    typer.Option("--dtype", help="auto, float32, bfloat16 or float16.", rich_help_panel=_MODEL),
 ]
 Device = Annotated[
     str | None,
@@ -68,9 +64,7 @@ DraftLength = Annotated[
         rich_help_panel=_SPECULATION,
     ),
 ]
-MaxTokens = Annotated[
-    int, typer.Option("--max-tokens", "-n", help="Most tokens to emit.")
-]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="Most tokens to emit.")]
 Temperature = Annotated[
     float,
     typer.Option("--temperature", help="0 is greedy.", rich_help_panel=_SAMPLING),
@@ -98,15 +92,11 @@ FrequencyPenalty = Annotated[
 ]
 LogitBias = Annotated[
     list[str] | None,
-    typer.Option(
-        "--logit-bias", help="ID:BIAS, may be repeated.", rich_help_panel=_SAMPLING
-    ),
+    typer.Option("--logit-bias", help="ID:BIAS, may be repeated.", rich_help_panel=_SAMPLING),
 ]
 MinTokens = Annotated[
     int,
-    typer.Option(
-        "--min-tokens", help="No end token before so many.", rich_help_panel=_SAMPLING
-    ),
+    typer.Option("--min-tokens", help="No end token before so many.", rich_help_panel=_SAMPLING),
 ]
 Stop = Annotated[
     list[str] | None, typer.Option("--stop", help="A string to stop at, may be repeated.")
@@ -116,9 +106,7 @@ StopTokenId = Annotated[
 ]
 Seed = Annotated[
     int | None,
-    typer.Option(
-        "--seed", help="The same seed gives the same text.", rich_help_panel=_SAMPLING
-    ),
+    typer.Option("--seed", help="The same seed gives the same text.", rich_help_panel=_SAMPLING),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 

@@ -38,6 +38,8 @@ class Proposal:
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
     laws: tuple[Distribution | None, ...] = ()
+    depth: int = field(init=False, compare=False)
+    """Number of tokens on the longest path."""
     _children: dict[int, list[int]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -47,6 +49,7 @@ class Proposal:
                 f"tokens, {len(self.parents)} parents and {len(self.laws)} laws."
             )
         children: dict[int, list[int]] = {}
+        depths = {ROOT: 0}
         for node, parent in enumerate(self.parents):
             if not ROOT <= parent < node:
                 raise ValueError(f"Node {node} has parent {parent}; parents must come first.")
@@ -54,6 +57,7 @@ class Proposal:
             if any(self.tokens[s] == self.tokens[node] for s in siblings):
                 raise ValueError(f"Two siblings under node {parent} hold {self.tokens[node]}.")
             siblings.append(node)
+            depths[node] = depths[parent] + 1
             law = self.laws[node]
             if law is not None and law[self.tokens[node]] == 0.0:
                 raise ValueError(
@@ -61,6 +65,7 @@ class Proposal:
                     "law that it was drawn from."
                 )
         object.__setattr__(self, "_children", children)
+        object.__setattr__(self, "depth", max(depths.values()))
 
     @classmethod
     def chain(
@@ -68,7 +73,9 @@ class Proposal:
     ) -> Proposal:
         """A tree of one path; without laws, a deterministic one."""
         n = len(tokens)
-        return cls(tuple(tokens), tuple(range(-1, n - 1)), (None,) * n if laws is None else tuple(laws))
+        return cls(
+            tuple(tokens), tuple(range(-1, n - 1)), (None,) * n if laws is None else tuple(laws)
+        )
 
     def __len__(self) -> int:
         return len(self.tokens)

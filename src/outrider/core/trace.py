@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 __all__ = ["Round", "Trace"]
 
@@ -66,7 +67,7 @@ class Trace:
     def _sum(self, name: str) -> int:
         return sum(getattr(r, name) for r in self.rounds)
 
-    def summary(self) -> dict[str, float | int | None]:
+    def summary(self) -> dict[str, Any]:
         """Counts, milliseconds and rates by the names used everywhere in Outrider.
 
         ``acceptance_rate`` = accepted / drafted (the bonus token does not count);

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Origin", "Verdict"]
+__all__ = ["Kind", "Verdict"]
 
-Origin = Literal["accepted", "correction", "bonus"]
-"""Where an emitted token came from. A plain round's only token is a bonus with no draft."""
+Kind = Literal["correction", "bonus"]
+"""What the target's own token is. A plain round's only token is a bonus with no draft."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,4 +27,4 @@ class Verdict:
 
     path: tuple[int, ...]
     token: int
-    kind: Literal["correction", "bonus"]
+    kind: Kind

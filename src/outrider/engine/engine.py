@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack, cast
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -126,7 +126,7 @@ class Engine:
         ModelError
             When target or draft cannot be found, fetched, fitted into memory or read.
         """
-        options = {"dtype": dtype, "device": device}
+        options: dict[str, Any] = {"dtype": dtype, "device": device}
         model, tokenizer = load_model(target, runtime=runtime, **options)
         return cls(
             model,
@@ -251,21 +251,25 @@ class Engine:
         PromptError
             When it is empty, or holds ids outside the vocabulary.
         """
-        if isinstance(prompt, str) or (prompt and isinstance(prompt[0], Mapping)):
+        text = isinstance(prompt, str)
+        if text or any(isinstance(part, Mapping) for part in prompt):
             if self.tokenizer is None:
                 raise PromptError(
                     "This engine has no tokenizer, so a prompt must be token ids.",
                     hint="Pass tokenizer=... to Engine.",
                 )
-            if isinstance(prompt, str):
-                return list(self.tokenizer.encode(prompt))
-            return list(self.tokenizer.encode_messages(prompt))  # type: ignore[arg-type]
-        ids = [int(token) for token in prompt]  # type: ignore[call-overload]
+            if text:
+                return list(self.tokenizer.encode(cast(str, prompt)))
+            messages = cast(Sequence[Mapping[str, str]], prompt)
+            return list(self.tokenizer.encode_messages(messages))
+        ids = list(cast(Sequence[int], prompt))
         if not ids:
             raise PromptError("The prompt is empty.", hint="Give at least one token.")
-        if any(not 0 <= token < self.model.vocab_size for token in ids):
+        top = self.model.vocab_size - 1
+        if wrong := [t for t in ids if not (isinstance(t, int) and 0 <= t <= top)]:
             raise PromptError(
-                f"The prompt holds token {max(ids)}; ids go from 0 to {self.model.vocab_size - 1}."
+                f"Token ids are whole numbers from 0 to {top}; the prompt holds {wrong[0]!r}.",
+                hint="Give a text, a list of messages, or the target's own token ids.",
             )
         return ids
 

@@ -114,9 +114,7 @@ class Generation:
         progress: Progress | None = None,
     ) -> None:
         self.session = session
-        self.trace = Trace(
-            prompt_tokens=session.prompt_length, cached_tokens=session.cache.length
-        )
+        self.trace = Trace(prompt_tokens=session.prompt_length, cached_tokens=session.cache.length)
         self._ending = ending
         self._progress = progress
         self._record = (seed, drafter, rule)

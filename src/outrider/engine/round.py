@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -77,7 +78,7 @@ def play_round(s: Session) -> Played:
     if len(pending) > _MOST_PENDING:
         length = 0
 
-    def pick_law(logits: Float[Tensor, " Vq"], path: list[int]) -> Distribution:
+    def pick_law(logits: Float[Tensor, " Vq"], path: Sequence[int]) -> Distribution:
         context = Context([*s.tokens, *path], s.prompt_length)
         return s.law(context, _widen(logits, s.model.vocab_size))
 
@@ -120,7 +121,8 @@ def _check(proposal: Proposal, length: int, vocab_size: int) -> None:
             f"{vocab_size - 1}.",
             hint="Its vocabulary is not the target's.",
         )
-    if proposal and max(len(proposal.path(n)) for n in range(len(proposal))) > max(length, 0):
+    if proposal.depth > max(length, 0):
         raise ProposalError(
-            f"The drafter proposed {len(proposal)} tokens where at most {length} had room."
+            f"The drafter proposed {proposal.depth} tokens where at most {max(length, 0)} had room.",
+            hint="A drafter may propose fewer tokens than asked for, never more.",
         )

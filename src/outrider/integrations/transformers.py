@@ -147,7 +147,9 @@ class _Row:
         if not self._prompt:
             raise PromptError("A prompt is empty.", hint="Give at least one token.")
         self._criteria = criteria
-        keep_rows = config.return_dict_in_generate and (config.output_scores or config.output_logits)
+        keep_rows = config.return_dict_in_generate and (
+            config.output_scores or config.output_logits
+        )
         sampling = Sampling(temperature=1.0 if config.do_sample else 0.0)
         limit = config.max_length - len(self._before)
         drafter = self._engine.drafter

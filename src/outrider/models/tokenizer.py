@@ -159,6 +159,11 @@ class HFTokenizer:
         self._byte_values = {} if -1 in spelled else spelled
 
     @property
+    def has_chat_template(self) -> bool:
+        """Whether messages can be turned into a prompt."""
+        return bool(self._tokenizer.chat_template)
+
+    @property
     def vocab_size(self) -> int:
         """One more than the highest real token id; rows that pad the model's matrix not counted."""
         return len(self.vocabulary)
@@ -288,6 +293,8 @@ class ToyTokenizer:
             )
         self._ids = {letter: i for i, letter in enumerate(self.vocabulary)}
         self._eos = frozenset(eos_token_ids)
+
+    has_chat_template = False
 
     @property
     def vocab_size(self) -> int:

@@ -98,8 +98,8 @@ class ToyModel:
         @lru_cache(maxsize=65536)
         def after(recent: tuple[int, ...]) -> Float64[np.ndarray, " V"]:
             rng = np.random.default_rng([seed, len(recent), *(token + 1 for token in recent)])
-            weights = np.exp(sharpness * rng.standard_normal(vocab_size))
-            return weights / weights.sum()
+            weights: Float64[np.ndarray, " V"] = np.exp(sharpness * rng.standard_normal(vocab_size))
+            return np.asarray(weights / weights.sum())
 
         def probabilities(tokens: tuple[int, ...]) -> Float64[np.ndarray, " V"]:
             return after(tokens[-order:] if order else ())
@@ -148,9 +148,7 @@ def load(
     UsageError
         When an option is unknown or not a number.
     """
-    known: dict[str, float] = {
-        "vocab": 5, "seed": 0, "order": 2, "context": 4096, "sharpness": 1.5
-    }
+    known: dict[str, float] = {"vocab": 5, "seed": 0, "order": 2, "context": 4096, "sharpness": 1.5}
     for name in located.options:
         if name not in known:
             raise UnknownNameError(

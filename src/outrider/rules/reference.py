@@ -59,7 +59,8 @@ def speculative_decode_step(
     Raises
     ------
     ValueError
-        When k is negative, or a probability vector is negative, not finite or does not sum to 1.
+        When k is negative, a probability vector is negative, not finite or does not sum to 1,
+        vectors differ in length, or ``parallel_forward`` returns another number of them.
 
     Source: Leviathan et al. 2023 (arXiv 2211.17192), Algorithm 1, with the same p and q.
 
@@ -86,9 +87,13 @@ def speculative_decode_step(
     # Score: p after the context and after each drafted token.
     if isinstance(target, _Parallel):
         rows = list(target.parallel_forward(context + drafted, k + 1))
+        if len(rows) != k + 1:
+            raise ValueError(f"The target was asked for {k + 1} positions; got {len(rows)}.")
     else:
         rows = [target(context + drafted[:i]) for i in range(k + 1)]
     ps = [_probabilities(row, "target") for row in rows]
+    if len(sizes := {len(law) for law in (*ps, *qs)}) > 1:
+        raise ValueError(f"Target and draft must share one vocabulary; got sizes {sorted(sizes)}.")
 
     # Judge.
     emitted: list[int] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from outrider.core.chooser import Chooser, Place
 from outrider.core.distribution import Distribution
 from outrider.core.proposal import ROOT, Proposal
-from outrider.core.verdict import Verdict
+from outrider.core.verdict import Kind, Verdict
 from outrider.protocols import Target
 
 __all__ = ["Rejection"]
@@ -53,6 +53,6 @@ class Rejection:
                     break
                 p = p.residual(q)
             else:
-                kind = "correction" if proposal.children(node) else "bonus"
+                kind: Kind = "correction" if proposal.children(node) else "bonus"
                 token = chooser.draw(p, Place(here, "residual", round))
                 return Verdict(tuple(path), token, kind)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from outrider.core.proposal import ROOT, Proposal
-from outrider.core.verdict import Verdict
+from outrider.core.verdict import Kind, Verdict
 
 __all__ = ["follow"]
 
@@ -29,7 +29,7 @@ def follow(own_token: Callable[[int, int], int], proposal: Proposal) -> Verdict:
         token = own_token(node, len(path))
         child = proposal.child_with(node, token)
         if child is None:
-            kind = "correction" if proposal.children(node) else "bonus"
+            kind: Kind = "correction" if proposal.children(node) else "bonus"
             return Verdict(tuple(path), token, kind)
         path.append(child)
         node = child
