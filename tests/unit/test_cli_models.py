@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from outrider.cli import models as command
 from outrider.cli.models import app
 from outrider.errors import ChecksumError, ModelNotFoundError, UnknownNameError
 from outrider.models import memory
 from outrider.models.catalogue import CATALOGUE, Entry, path_of
-from tests.unit.test_memory import H, V, write_gguf
+from tests.unit.test_memory import PARAMETERS, V, write_gguf
 
 NAME = "tiny-model"
 
@@ -40,7 +41,7 @@ def entry(tmp_path, monkeypatch) -> Entry:
         filename="tiny.gguf",
         sha256=hashlib.sha256(data).hexdigest(),
         size_bytes=len(data),
-        parameters=2 * V * H + H,
+        parameters=PARAMETERS,
         licence="MIT",
         sources=(FakeSource(data),),
     )
@@ -121,8 +122,6 @@ class TestInfo:
     def test_json(self, entry, monkeypatch):
         monkeypatch.setattr(memory, "available_bytes", lambda: 5 * 10**9)
         found = json.loads(run("info", NAME, "--no-numbers", "--dtype", "float32", "--json"))
-        # Looking at a model that is not here fetches it.
-        assert path_of(entry).is_file()
         expected = {
             "target": NAME,
             "kind": "gguf",
@@ -148,6 +147,25 @@ class TestInfo:
         assert f"{entry.parameters:,}" in text
         assert f"{2 * entry.parameters / 1e6:.3g} MB" in text
         assert "context length" in text
+
+    def test_model_that_is_not_here_is_fetched_with_a_bar(self, entry, monkeypatch):
+        fetched = []
+        with_bar = command.pull_with_bar
+
+        def pull(name: str) -> None:
+            fetched.append(name)
+            with_bar(name)
+
+        monkeypatch.setattr(command, "pull_with_bar", pull)
+        for _ in "ab":
+            run("info", NAME, "--no-numbers")
+        assert fetched == [NAME]
+        assert path_of(entry).is_file()
+
+    def test_long_path_is_never_cut(self, entry, monkeypatch):
+        monkeypatch.setenv("COLUMNS", "40")
+        text = run("info", NAME, "--no-numbers")
+        assert str(path_of(entry)) in "".join(text.split())
 
     def test_toy_is_measured(self):
         found = json.loads(run("info", "toy", "--json"))

@@ -17,6 +17,8 @@ from outrider.models.locate import Located
 from outrider.models.memory import Facts, available_bytes, check_weights, facts
 
 V, H, LAYERS, KV_HEADS, HEAD_DIM = 96, 64, 2, 1, 16
+NORMS = ("output_norm.weight", "blk.0.attn_norm.weight", "blk.1.attn_norm.weight")
+PARAMETERS = 2 * V * H + len(NORMS) * H
 CONFIG = {
     "model_type": "llama",
     "hidden_size": H,
@@ -37,7 +39,8 @@ def write_gguf(path: Path, *, weights: bool = True) -> Located:
     writer.add_head_count_kv(KV_HEADS)
     writer.add_token_list([f"t{i}" for i in range(V)])
     if weights:
-        writer.add_tensor("output_norm.weight", np.ones(H, np.float32))
+        for name in NORMS:
+            writer.add_tensor(name, np.ones(H, np.float32))
         for name in ("token_embd.weight", "output.weight"):
             packed = np.zeros((V, H // 32 * 20), np.uint8)  # Q4_1: 20 bytes for 32 weights
             writer.add_tensor(name, packed, raw_dtype=GGMLQuantizationType.Q4_1)
@@ -81,9 +84,9 @@ class TestFacts:
     def test_gguf(self, gguf):
         assert facts(gguf) == Facts(
             architecture="llama",
-            parameters=2 * V * H + H,
+            parameters=PARAMETERS,
             file_bytes=gguf.path.stat().st_size,
-            precision="Q4_1",  # the matrices', not the norms'
+            precision="Q4_1",  # the matrices', though the norms are more
             layers=LAYERS,
             hidden_size=H,
             kv_heads=KV_HEADS,
@@ -131,6 +134,11 @@ class TestFacts:
     def test_second_layout_beside_shards_does_not_count(self, folder):
         located = folder(one=EMBEDDING, consolidated=EMBEDDING)
         shards(located, {"embed": "one.safetensors"})
+        assert facts(located).parameters == V * H
+
+    def test_whole_file_comes_before_shards(self, folder):
+        located = folder(model=EMBEDDING, one={"norm": torch.ones(H)})
+        shards(located, {"norm": "one.safetensors"})
         assert facts(located).parameters == V * H
 
     def test_nothing_to_read(self):

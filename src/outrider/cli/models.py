@@ -134,6 +134,8 @@ def info(
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")  # a path is of no use with its end cut off
     for key, value in result.items():
         if value is not None:
             table.add_row(key.replace("_", " "), _readable(key, value))

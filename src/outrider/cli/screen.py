@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -42,6 +42,7 @@ class Screen:
     def __init__(self) -> None:
         self.out = Console(highlight=False, soft_wrap=True)
         self.err = Console(stderr=True, highlight=False)
+        self.err.soft_wrap = not self.err.is_terminal
         self.coloured = self.out.is_terminal and not os.environ.get("NO_COLOR")
 
     def legend(self) -> None:
@@ -129,7 +130,9 @@ def load_engine(screen: Screen, target: str, **options: Any) -> Any:
         from outrider.cli.models import pull_with_bar
 
         pull_with_bar(target)
-    with screen.err.status(f"loading {target} ..."):
+    # Off a terminal, a spinner would leave an empty line behind.
+    waiting = screen.err.status(f"loading {target} ...") if screen.err.is_terminal else nullcontext()
+    with waiting:
         from outrider import Engine
 
         return Engine.load(target, **options)

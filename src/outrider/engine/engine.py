@@ -126,6 +126,11 @@ class Engine:
         ModelError
             When target or draft cannot be found, fetched, fitted into memory or read.
         """
+        # A misspelt name is told before minutes are spent on loading.
+        if isinstance(drafter, str):
+            _drafter_class(drafter)
+        if isinstance(rule, str) and rule != "auto":
+            RULES.load(rule)
         options: dict[str, Any] = {"dtype": dtype, "device": device}
         model, tokenizer = load_model(target, runtime=runtime, **options)
         return cls(
@@ -308,10 +313,9 @@ class Engine:
         """A drafter from a name, a transformers model or a drafter object."""
         if isinstance(drafter, str):
             if drafter not in self._drafters:
-                name, _, argument = drafter.partition(":")
-                name = "ngram" if name == "auto" and not argument else name
+                made, argument = _drafter_class(drafter)
                 setting = Setting(self.model, self._load_draft)
-                self._drafters[drafter] = DRAFTERS.load(name).build(argument, setting)
+                self._drafters[drafter] = made.build(argument, setting)
             drafter = self._drafters[drafter]
         elif isinstance(drafter, PreTrainedModel):
             drafter = ModelDrafter(HFModel(drafter))
@@ -320,8 +324,8 @@ class Engine:
                 f"The cache of '{self.model.name}' cannot take rejected drafts back.",
                 hint="Use --drafter none.",
             )
-        made: Drafter = drafter
-        return made
+        ready: Drafter = drafter
+        return ready
 
     def _load_draft(self, path: str) -> Model:
         return load_draft(path, self.tokenizer, **self._load_options)
@@ -340,6 +344,13 @@ def _adopt(model: Any, tokenizer: Any) -> tuple[Model, Tokenizer | None]:
             hint="Use Engine.load(name) to load one by name.",
         )
     return model, tokenizer
+
+
+def _drafter_class(text: str) -> tuple[type[Drafter], str]:
+    """From ``name:argument`` to the drafter's class and the argument."""
+    name, _, argument = ("ngram" if text == "auto" else text).partition(":")
+    found: type[Drafter] = DRAFTERS.load(name)
+    return found, argument
 
 
 def _sampling(values: Mapping[str, Any]) -> Sampling:

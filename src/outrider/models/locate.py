@@ -79,8 +79,9 @@ def locate(target: str) -> Located:
         if target and path.is_dir():
             return _folder(path)
     except (OSError, RuntimeError) as error:  # too long a name, no right to look, no such home
+        reason = getattr(error, "strerror", None) or str(error).rstrip(".")
         raise ModelNotFoundError(
-            f"'{target}' cannot be opened: {error}.", hint=f"A target is {_FORMS}."
+            f"'{target}' cannot be opened: {reason}.", hint=f"A target is {_FORMS}."
         ) from error
     if target.startswith((".", "~", "/")) or path.suffix in (".gguf", ".safetensors"):
         raise ModelNotFoundError(f"There is no file or folder '{target}'.", hint=_near(path))
