@@ -1,20 +1,20 @@
 """Every error that Outrider raises on purpose.
 
     OutriderError
-    ├── UsageError                  (also ValueError)   the request itself is wrong: exit code 2
-    │   ├── UnknownNameError                            no such drafter, rule, runtime or model
-    │   ├── SamplingError                               a sampling value out of its range
-    │   └── PromptError                                 an empty prompt, or one that leaves no room
-    ├── ModelError                                      a model cannot be had or cannot be used
-    │   ├── ModelNotFoundError                          no file, folder or repository of that name
-    │   ├── ModelFileError                              a file is there, but broken or not a model
-    │   │   └── ChecksumError                           a file differs from its pinned SHA-256
-    │   ├── DownloadError                               fetching failed; nothing half-written is kept
-    │   ├── NotEnoughMemoryError                        the model does not fit; says how much it needs
-    │   ├── TokenizerMismatchError                      draft and target do not share a tokenizer
-    │   └── RollbackError                               the target's cache cannot take tokens back
-    ├── NumericalError                                  NaN or infinite logits in one request
-    └── ProposalError                                   a drafter proposed something impossible
+    ├── UsageError (also ValueError)     the request itself is wrong: exit code 2
+    │   ├── UnknownNameError             no such drafter, rule, runtime or catalogue entry
+    │   ├── SamplingError                a sampling value out of its range
+    │   └── PromptError                  an empty prompt, or one that leaves no room
+    ├── ModelError                       a model cannot be had or cannot be used
+    │   ├── ModelNotFoundError           no file, folder or repository of that name
+    │   ├── ModelFileError               a file is there, but broken or not a model
+    │   │   └── ChecksumError            a file differs from its pinned SHA-256
+    │   ├── DownloadError                fetching failed; nothing half-written is kept
+    │   ├── NotEnoughMemoryError         the model does not fit; says how much it needs
+    │   ├── TokenizerMismatchError       draft and target do not share a tokenizer
+    │   └── RollbackError                the target's cache cannot take tokens back
+    ├── NumericalError                   NaN or infinite logits in one request
+    └── ProposalError                    a drafter proposed something impossible
 
 Each message says what was expected, what was got, and what to do about it.
 """

@@ -151,7 +151,7 @@ class Tokenizer(Protocol):
 
 
 Target = Callable[[int], Distribution]
-"""p after a node of the proposal (``ROOT``: after the last committed token), computed when asked."""
+"""p after a node of the proposal, or after the last committed token (``ROOT``); made when asked."""
 
 
 @dataclass(frozen=True, slots=True)

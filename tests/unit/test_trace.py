@@ -105,12 +105,7 @@ def test_every_count_and_time_of_a_round_is_in_the_summary():
     for f in fields(Round):
         if f.name == "total_s":  # the trace's own total covers it
             continue
-        one = Trace(
-            rounds=[
-                Round(**{g.name: type(nothing)() if False else (1 if g is f else 0)
-                         for g in fields(Round)})
-            ]
-        ).summary()
+        one = Trace(rounds=[Round(**{g.name: int(g is f) for g in fields(Round)})]).summary()
         assert one != nothing, f.name
 
 

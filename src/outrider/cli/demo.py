@@ -8,9 +8,11 @@ import typer
 
 from outrider.cli import options as o
 
+__all__ = ["EDIT", "ORDINARY", "app", "demo"]
+
 app = typer.Typer()
 
-_EDIT = """Repeat this Python function exactly, with one change: rename the variable total to result.
+EDIT = """Repeat this Python function exactly, with one change: rename the variable total to result.
 
 def summarize(orders, customers, minimum=0):
     total = 0
@@ -25,7 +27,7 @@ def summarize(orders, customers, minimum=0):
     average = total / len(orders) if orders else 0
     return {"total": total, "average": average, "names": sorted(names)}
 """
-_ORDINARY = "Explain in a few sentences why the sky is blue and sunsets are red."
+ORDINARY = "Explain in a few sentences why the sky is blue and sunsets are red."
 
 
 @app.command()
@@ -43,7 +45,7 @@ def demo(target: o.TargetName = "smollm2-135m", max_tokens: o.MaxTokens = 160) -
     screen = Screen()
     engine = load_engine(screen, target, drafter="ngram")
     screen.legend()
-    for title, prompt in (("An edit", _EDIT), ("An ordinary question", _ORDINARY)):
+    for title, prompt in (("An edit", EDIT), ("An ordinary question", ORDINARY)):
         screen.err.rule(f"[bold]{title}[/]", align="left")
         screen.err.print(Text(f"{prompt.strip()}\n", "dim"))
         what: Any = chat_or_text(engine, prompt)

@@ -131,7 +131,9 @@ def load_engine(screen: Screen, target: str, **options: Any) -> Any:
 
         pull_with_bar(target)
     # Off a terminal, a spinner would leave an empty line behind.
-    waiting = screen.err.status(f"loading {target} ...") if screen.err.is_terminal else nullcontext()
+    waiting = (
+        screen.err.status(f"loading {target} ...") if screen.err.is_terminal else nullcontext()
+    )
     with waiting:
         from outrider import Engine
 

@@ -9,6 +9,7 @@ the bonus token. Meaning and order follow transformers' ``generate``.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
@@ -35,6 +36,9 @@ class Context:
         """The tokens after the prompt."""
         return self.tokens[self.prompt_length :]
 
+
+_MOST = sys.float_info.max
+"""The largest finite number; a Python int may be larger."""
 
 Processor = Callable[[Context, Float[Tensor, " V"]], Float[Tensor, " V"]]
 """Scores of one position in, changed scores out; the input is never written to."""
@@ -87,28 +91,29 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name, low, high, wanted in (
-            ("temperature", 0.0, math.inf, "a finite number that is 0 (greedy) or more"),
+            ("temperature", 0.0, _MOST, "a finite number that is 0 (greedy) or more"),
             ("top_k", 0, math.inf, "a whole number; 0 keeps every token"),
             ("top_p", 0.0, 1.0, "a number above 0 and at most 1; 1 keeps every token"),
             ("min_p", 0.0, 1.0, "a number from 0 to 1; 0 keeps every token"),
-            ("repetition_penalty", 0.0, math.inf, "a finite number above 0; 1 changes nothing"),
-            ("presence_penalty", -math.inf, math.inf, "a finite number; 0 changes nothing"),
-            ("frequency_penalty", -math.inf, math.inf, "a finite number; 0 changes nothing"),
+            ("repetition_penalty", 0.0, _MOST, "a finite number above 0; 1 changes nothing"),
+            ("presence_penalty", -_MOST, _MOST, "a finite number; 0 changes nothing"),
+            ("frequency_penalty", -_MOST, _MOST, "a finite number; 0 changes nothing"),
             ("min_tokens", 0, math.inf, "a whole number that is 0 or more"),
         ):
             value = getattr(self, name)
-            whole = name in ("top_k", "min_tokens")
             good = (
-                isinstance(value, int | (int if whole else float))
-                and not isinstance(value, bool)
-                and math.isfinite(value)
+                _is_number(value, whole=name in ("top_k", "min_tokens"))
                 and low <= value <= high
                 and (value > 0 or name not in ("top_p", "repetition_penalty"))
             )
             if not good:
                 raise SamplingError(f"{name} must be {wanted}; got {value!r}.")
-        for token, bias in (self.logit_bias or {}).items():
-            if not isinstance(token, int) or token < 0 or not math.isfinite(bias):
+        biases = {} if self.logit_bias is None else self.logit_bias
+        if not isinstance(biases, Mapping):
+            raise SamplingError(f"logit_bias must be a mapping; got {biases!r}.")
+        for token, bias in biases.items():
+            known = _is_number(token, whole=True) and token >= 0
+            if not (known and _is_number(bias) and abs(bias) <= _MOST):
                 raise SamplingError(
                     f"logit_bias must map token ids to finite numbers; got {token!r}: {bias!r}."
                 )
@@ -159,6 +164,11 @@ class Sampling:
     def to_dict(self) -> dict[str, object]:
         """The values by name, for records."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+def _is_number(value: object, *, whole: bool = False) -> bool:
+    """Whether a value is an int, or also a float; ``True`` and ``False`` are neither."""
+    return isinstance(value, int if whole else int | float) and not isinstance(value, bool)
 
 
 class Law:
@@ -256,7 +266,9 @@ def _min_tokens(least: int, end_ids: frozenset[int]) -> Processor:
 
 
 def _temperature(temperature: float) -> Processor:
-    return lambda context, scores: scores / temperature
+    # Below 1e-30 the quotient overflows, and the law has long reached its limit.
+    divisor = max(temperature, 1e-30)
+    return lambda context, scores: scores / divisor
 
 
 def _top_k(k: int) -> Processor:

@@ -45,7 +45,14 @@ class Conversation:
         generation = self._engine.stream(turn, prefix=self._prefix, **options)
         try:
             yield from generation
-        finally:
+        except GeneratorExit:
+            # The reader left between two rounds, where the caches are whole.
             self._prefix.keep(generation.session)
+            raise
+        except BaseException:
+            # Somewhere inside a pass: some layers may have seen tokens that others have not.
+            self._prefix = Prefix()
+            raise
+        self._prefix.keep(generation.session)
         self.last = generation.output
         self.messages = [*turn, {"role": "assistant", "content": self.last.text}]

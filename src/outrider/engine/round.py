@@ -123,6 +123,6 @@ def _check(proposal: Proposal, length: int, vocab_size: int) -> None:
         )
     if proposal.depth > max(length, 0):
         raise ProposalError(
-            f"The drafter proposed {proposal.depth} tokens where at most {max(length, 0)} had room.",
+            f"The drafter proposed {proposal.depth} tokens; {max(length, 0)} were asked for.",
             hint="A drafter may propose fewer tokens than asked for, never more.",
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
@@ -146,26 +147,36 @@ def load(
     Raises
     ------
     UsageError
-        When an option is unknown or not a number.
+        When an option is unknown, not a number or too small.
     """
-    known: dict[str, float] = {"vocab": 5, "seed": 0, "order": 2, "context": 4096, "sharpness": 1.5}
+    least: dict[str, float] = {
+        "vocab": 1, "seed": 0, "order": 0, "context": 1, "sharpness": -math.inf
+    }  # fmt: skip
+    defaults: dict[str, float] = {
+        "vocab": 5, "seed": 0, "order": 2, "context": 4096, "sharpness": 1.5
+    }  # fmt: skip
     for name in located.options:
-        if name not in known:
+        if name not in defaults:
             raise UnknownNameError(
-                f"A toy model has no option '{name}'.", hint=did_you_mean(name, known)
+                f"A toy model has no option '{name}'.", hint=did_you_mean(name, defaults)
             )
     try:
-        values = known | {name: float(text) for name, text in located.options.items()}
-    except ValueError as error:
+        values = defaults | {name: float(text) for name, text in located.options.items()}
+        whole = {name: int(value) for name, value in values.items() if name != "sharpness"}
+        if any(whole[n] != values[n] for n in whole) or any(values[n] < least[n] for n in values):
+            raise ValueError("not a whole number, or too small")
+        if not math.isfinite(values["sharpness"]):
+            raise ValueError("not finite")
+    except (ValueError, OverflowError) as error:
         raise UsageError(
-            f"A toy model's options are numbers; got {located.options}.",
+            f"A toy model's options are numbers, whole but for sharpness; got {located.options}.",
             hint="Example: toy:vocab=5,seed=1",
         ) from error
     model = ToyModel.random(
-        int(values["vocab"]),
-        int(values["seed"]),
-        order=int(values["order"]),
+        whole["vocab"],
+        whole["seed"],
+        order=whole["order"],
         sharpness=values["sharpness"],
-        context_length=int(values["context"]),
+        context_length=whole["context"],
     )
     return model, ToyTokenizer(model.vocab_size)
