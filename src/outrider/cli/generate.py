@@ -59,7 +59,7 @@ def generate(
     if plain and compare:
         raise UsageError("--plain and --compare exclude each other.", hint="Leave one out.")
     if prompt == "-":
-        prompt = sys.stdin.read()
+        prompt = sys.stdin.read().removesuffix("\n")
     if not prompt.strip():
         raise PromptError("The prompt is empty.", hint="Say what to generate from.")
     request: dict[str, Any] = {

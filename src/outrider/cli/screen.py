@@ -68,8 +68,8 @@ class Screen:
         """What was drafted, kept and repaired, and how long it took."""
         s = output.trace.summary()
         self.err.print(
-            f"[dim]{s['emitted_tokens']} tokens in {s['total_time_ms'] / 1e3:.2f} s "
-            f"({s['tokens_per_s']:.1f} tokens/s) · {s['target_calls']} target calls, "
+            f"[dim]{_count(s['emitted_tokens'], 'token')} in {s['total_time_ms'] / 1e3:.2f} s "
+            f"({s['tokens_per_s']:.1f} tokens/s) · {_count(s['target_calls'], 'target call')}, "
             f"{s['tokens_per_target_call']:.2f} tokens each · drafted {s['drafted_tokens']}, kept "
             f"{s['accepted_tokens']}{_percent(s['acceptance_rate'])}, repaired "
             f"{s['correction_tokens']} · {output.drafter}/{output.rule} · ended by "
@@ -118,6 +118,10 @@ def _median(rows: list[dict[str, Any]], name: str) -> float:
     return float((values[middle] + values[~middle]) / 2)
 
 
+def _count(n: int, thing: str) -> str:
+    return f"{n} {thing}" if n == 1 else f"{n} {thing}s"
+
+
 def _percent(rate: float | None) -> str:
     return "" if rate is None else f" ({rate:.0%})"
 
@@ -157,10 +161,12 @@ def prefill_bar(screen: Screen) -> Iterator[Report]:
         if total > _LONG_PROMPT_TOKENS:
             bar.start()
             bar.update(task, completed=done, total=total)
-        if done >= total:
-            bar.stop()
+            if done >= total:  # the text is about to come
+                bar.stop()
 
     try:
         yield report
     finally:
-        bar.stop()
+        # A bar that was never started would still end with an empty line.
+        if bar.live.is_started:
+            bar.stop()
