@@ -121,9 +121,7 @@ def histories(draw) -> list[tuple[int, int, int, int]]:
 @pytest.mark.parametrize("rule", RULES)
 @settings(max_examples=40)
 @given(prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6), history=histories())
-def test_a_session_is_as_good_as_a_fresh_one_after_any_commits(
-    name, target, rule, prompt, history
-):
+def test_a_session_is_as_good_as_a_fresh_one_after_any_commits(name, target, rule, prompt, history):
     """Accepted prefixes, corrections, rounds without a draft: only the tokens count."""
     drafter = build(name, target)
     session = drafter.start(prompt, CAPACITY)

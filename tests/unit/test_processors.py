@@ -158,7 +158,7 @@ def test_min_tokens(case, least):
 
 @given(cases(), st.floats(-2.0, 2.0), st.floats(-2.0, 2.0))
 def test_presence_and_frequency_count_generated_tokens_only(case, presence, frequency):
-    """transformers has no such penalty; OpenAI's: score − count · frequency − (count > 0) · presence."""
+    """OpenAI's penalty: score − count · frequency − (count > 0) · presence."""
     sampling = Sampling(temperature=1.0, presence_penalty=presence, frequency_penalty=frequency)
     wanted = case.scores.double().clone()
     for token, count in Counter(case.tokens[PROMPT:]).items():
@@ -214,13 +214,13 @@ def test_the_order_is_the_one_that_transformers_builds():
     )
     config._eos_token_tensor = torch.tensor([1, 4])
 
-    class Any_(GenerationMixin):
+    class Mixed(GenerationMixin):
         class config:  # noqa: N801
             is_encoder_decoder = False
 
         generation_config = config
 
-    built = Any_()._get_logits_processor(config, input_ids_seq_length=PROMPT, device="cpu")
+    built = Mixed()._get_logits_processor(config, input_ids_seq_length=PROMPT, device="cpu")
     mine = transformers_list(Sampling(0.7, 5, 0.9, 0.1, 1.3, logit_bias={1: 2.0}, min_tokens=2))
     wanted = [type(p) for p in built]
     assert [type(p) for p in mine] == wanted
@@ -309,7 +309,7 @@ def test_greedy_ties_in_a_large_vocabulary():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_top_k_1_at_a_temperature_shares_out_equal_tokens(dtype):
-    """As in transformers: all that equal the k-th best are kept, so a tie is not broken by order."""
+    """As in transformers: all that equal the k-th best are kept."""
     scores = torch.tensor([1.0, 3.0, 3.0, 0.0], dtype=dtype)
     law = Sampling(temperature=0.7, top_k=1).law(END, 4)(Context([0], 1), scores)
     assert law.to_dense().tolist() == [0.0, 0.5, 0.5, 0.0]
@@ -414,7 +414,7 @@ def test_values_at_the_edges_are_taken_and_give_a_law(name, value):
 
 
 def test_a_bias_beyond_the_vocabulary_is_refused_when_the_vocabulary_is_known():
-    with pytest.raises(SamplingError, match="token 8.* 8 tokens"):
+    with pytest.raises(SamplingError, match=r"token 8.* 8 tokens"):
         Sampling(logit_bias={8: 1.0}).processors(END, 8)
 
 

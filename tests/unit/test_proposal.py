@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,9 +34,7 @@ def test_paths_run_from_the_top_along_parents(tree):
         path = tree.path(node)
         assert path[-1] == node
         assert tree.parents[path[0]] == ROOT
-        assert all(
-            tree.parents[below] == above for above, below in zip(path, path[1:], strict=False)
-        )
+        assert all(tree.parents[below] == above for above, below in pairwise(path))
         assert tree.path_tokens(node) == [tree.tokens[n] for n in path]
     assert tree.path(ROOT) == [] == tree.path_tokens(ROOT)
 

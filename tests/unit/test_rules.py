@@ -113,7 +113,7 @@ def test_without_a_draft_the_target_alone_speaks(name):
     assert (verdict.path, verdict.kind) == ((), "bonus")
 
 
-# --- greedy and coupled: the proposal cannot change the text ---------------------------------------
+# --- greedy and coupled: the proposal cannot change the text -------------------------------------
 
 
 @settings(max_examples=100)

@@ -131,7 +131,8 @@ class SeededChooser:
         self.sequence = sequence
 
     def _key(self, place: Place) -> int:
-        text = f"{self.seed} {self.sequence} {place.position} {place.purpose} {place.round} {place.node}"
+        position, purpose, round, node = place
+        text = f"{self.seed} {self.sequence} {position} {purpose} {round} {node}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
     def accept(self, probability: float, place: Place) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Float64, Int64
+from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
 __all__ = ["Distribution"]
@@ -71,7 +71,7 @@ class Distribution:
         return cls(np.array([token]), np.ones(1), vocab_size)
 
     @classmethod
-    def softmax(cls, scores: Float64[Tensor, " V"]) -> Distribution:
+    def softmax(cls, scores: Float[Tensor, " V"]) -> Distribution:
         """exp(scores) normalised; a score of minus infinity is a token that cannot come."""
         kept = torch.isfinite(scores)
         if bool(kept.all()):

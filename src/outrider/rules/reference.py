@@ -116,4 +116,5 @@ def _probabilities(values: object, whose: str) -> Float64[np.ndarray, " V"]:
             f"The {whose} must return a vector of probabilities that sums to 1; got shape "
             f"{p.shape} with sum {total:.6g} and minimum {p.min(initial=0.0):.3g}."
         )
-    return p / total
+    normalised: Float64[np.ndarray, " V"] = p / total
+    return normalised

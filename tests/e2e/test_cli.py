@@ -1,0 +1,225 @@
+"""The command line as a user meets it: a process of its own, its streams and its exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from outrider.cli.main import main
+
+OUTRIDER = [sys.executable, "-m", "outrider.cli.main"]
+TOY = ["--target", "toy:vocab=5,seed=3"]
+PLAIN_ENV = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")}
+
+
+def run(*arguments, text="", env=None):
+    return subprocess.run(
+        [*OUTRIDER, *arguments],
+        input=text,
+        capture_output=True,
+        text=True,
+        env=PLAIN_ENV | (env or {}),
+        timeout=120,
+    )
+
+
+def run_in_terminal(*arguments, env=None):
+    """Standard output and error on one pseudo-terminal; returns what it shows."""
+    master, slave = pty.openpty()
+    process = subprocess.Popen(
+        [*OUTRIDER, *arguments],
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        env=PLAIN_ENV | {"TERM": "xterm-256color", "COLUMNS": "120"} | (env or {}),
+    )
+    os.close(slave)
+    shown = b""
+    while True:
+        try:
+            block = os.read(master, 4096)
+        except OSError:
+            break
+        if not block:
+            break
+        shown += block
+    process.wait(timeout=60)
+    os.close(master)
+    return process.returncode, shown.decode()
+
+
+def test_json_has_every_promised_name():
+    done = run("generate", "abab", *TOY, "--max-tokens", "20", "--json")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    result = json.loads(done.stdout)
+    names = {"text", "token_ids", "finish_reason", "target", "drafter", "rule", "trace"}
+    assert names <= set(result)
+    trace = {
+        "drafted_tokens", "accepted_tokens", "rejected_rounds", "target_calls", "emitted_tokens",
+        "draft_time_ms", "verify_time_ms", "total_time_ms", "ttft_ms", "acceptance_rate",
+        "tokens_per_target_call", "target_calls_per_token",
+    }  # fmt: skip
+    assert trace <= set(result["trace"])
+    assert result["trace"]["emitted_tokens"] == len(result["token_ids"]) == 20
+    assert len(result["text"]) == 20
+    assert (result["finish_reason"], result["drafter"], result["rule"]) == (
+        "length", "ngram", "greedy",
+    )  # fmt: skip
+
+
+def test_the_same_seed_gives_the_same_text_with_and_without_a_draft():
+    request = ["generate", "abab", *TOY, "--temperature", "1", "--seed", "4", "--json", "-n", "40"]
+    plain = json.loads(run(*request, "--plain").stdout)
+    for drafter in ("ngram", "model:toy:vocab=5,seed=9", "script:1,2,3"):
+        found = json.loads(run(*request, "--drafter", drafter, "-k", "3").stdout)
+        assert found["token_ids"] == plain["token_ids"], drafter
+
+
+def test_piped_output_is_the_text_and_nothing_else():
+    done = run("generate", "abab", *TOY, "--max-tokens", "12")
+    assert re.fullmatch(r"[a-e]{12}\n", done.stdout)
+    assert "12 tokens" in done.stderr
+    assert "\x1b" not in done.stdout + done.stderr
+
+
+def test_a_terminal_shows_origins_by_colour_and_a_legend():
+    code, shown = run_in_terminal("generate", "abab", *TOY, "--max-tokens", "40")
+    assert code == 0
+    assert "drafted and kept" in shown
+    assert "\x1b[32m" in shown  # green: an accepted token
+
+
+def test_no_color_is_kept_to():
+    code, shown = run_in_terminal("generate", "abab", *TOY, env={"NO_COLOR": "1"})
+    assert code == 0
+    assert "drafted and kept" not in shown
+    assert not re.search(r"\x1b\[(3[0-7]|9[0-7]|38)", shown)
+
+
+def test_compare_shows_both():
+    done = run("generate", "abab", *TOY, "--compare", "--json", "-n", "16")
+    result = json.loads(done.stdout)
+    assert result["plain"]["token_ids"] == result["token_ids"]
+    assert result["plain"]["trace"]["target_calls"] == 16
+    assert result["speedup"] > 0
+    shown = run("generate", "abab", *TOY, "--compare", "-n", "16")
+    assert "plain" in shown.stderr
+    assert "all 16 tokens are the same" in shown.stderr
+
+
+def test_prompt_from_standard_input():
+    given = run("generate", "abab", *TOY, "-n", "8").stdout
+    assert run("generate", "-", *TOY, "-n", "8", text="abab\n").stdout == given
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["generate", "hi", "--target", "smolm2-135m"], 1, ["smolm2-135m", "smollm2-135m"]),
+        (["generate", "hi", "--target", "./no/such.gguf"], 1, ["./no/such.gguf", "folder"]),
+        (["generate", "ab", *TOY, "--drafter", "ngrm"], 2, ["ngrm", "Did you mean 'ngram'"]),
+        (["generate", "ab", *TOY, "--rule", "coupld"], 2, ["coupld", "Did you mean 'coupled'"]),
+        (["generate", "ab", *TOY, "--temperature", "-1"], 2, ["temperature", "-1"]),
+        (["generate", "ab", *TOY, "--top-p", "0"], 2, ["top_p", "above 0"]),
+        (["generate", "ab", *TOY, "--max-tokens", "0"], 2, ["max_tokens", "1"]),
+        (["generate", "ab", *TOY, "--draft-length", "two"], 2, ["--draft-length", "two"]),
+        (["generate", "ab", *TOY, "--draft-length", "-1"], 2, ["-1"]),
+        (["generate", "ab", *TOY, "--logit-bias", "x"], 2, ["--logit-bias", "42:-1.5"]),
+        (["generate", "ab", *TOY, "--logit-bias", "99:1"], 2, ["99", "5 tokens"]),
+        (["generate", "ab", *TOY, "--rule", "greedy", "--temperature", "1"], 2, ["greedy", "0"]),
+        (["generate", "ab", *TOY, "--stop", ""], 2, ["stop string"]),
+        (["generate", "", *TOY], 2, ["empty"]),
+        (["generate", "xyz", *TOY], 2, ["'x'"]),
+        (["generate", "abab", "--target", "toy:context=3"], 2, ["4 tokens", "3", "Shorten"]),
+        (["generate", "ab", *TOY, "--drafter", "model:toy:vocab=9"], 1, ["tokenizer", "ngram"]),
+        (["generate", "ab", *TOY, "--drafter", "model"], 2, ["draft model", "model:"]),
+        (["generate", "ab", *TOY, "--dtype", "int3"], 2, ["int3", "float32"]),
+        (["models", "pull", "nothing"], 2, ["nothing", "smollm2-135m"]),
+        (["generate"], 2, ["prompt"]),
+        (["nonsense"], 2, ["nonsense"]),
+    ],
+    ids=lambda v: " ".join(v) if isinstance(v, list) else str(v),
+)
+def test_mistakes_are_told_plainly(arguments, code, words, capsys):
+    with pytest.raises(SystemExit) as left:
+        main(arguments)  # in this process: a new one would import torch each time
+    shown = capsys.readouterr()
+    assert left.value.code == code, shown.err
+    assert shown.out == ""
+    assert "Traceback" not in shown.err
+    for word in words:
+        assert word in shown.err
+
+
+def test_a_broken_file_is_named(tmp_path):
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF" + b"\x00" * 40)
+    done = run("generate", "hi", "--target", str(broken))
+    assert done.returncode == 1
+    assert "broken.gguf" in done.stderr.replace("\n", "")
+    assert "Traceback" not in done.stderr
+
+
+def test_interrupt_ends_cleanly():
+    process = subprocess.Popen(
+        [*OUTRIDER, "generate", "abab", "--target", "toy:context=9000000", "-n", "9000000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    ready, _, _ = select.select([process.stdout], [], [], 60)
+    assert ready
+    assert process.stdout.read(64)  # it is at work
+    time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode in (1, 130)
+    assert b"Traceback" not in errors
+
+
+def test_a_closed_pipe_ends_quietly():
+    command = " ".join([*OUTRIDER, "generate", "abab", "--target", "toy:context=99999", "-n", "9999"])
+    done = subprocess.run(
+        f"{command} | head -c 5", shell=True, capture_output=True, text=True, timeout=120
+    )
+    assert len(done.stdout) == 5
+    assert "Traceback" not in done.stderr
+
+
+def test_chat_keeps_going_after_a_mistake():
+    done = run("chat", *TOY, text="hello\n/reset\n/nonsense\n/quit\n")
+    assert done.returncode == 0
+    assert "chat template" in done.stderr
+    assert "forgotten" in done.stderr
+
+
+@pytest.mark.model
+def test_chat_with_the_default_model():
+    done = run("chat", "--max-tokens", "12", text="Say hello.\nAnd again.\n")
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.strip()) > 5
+    assert done.stderr.count("target call") == 2
+
+
+def test_help_and_version():
+    assert "generate" in run("--help").stdout
+    assert run("--version").stdout.startswith("outrider ")
+    for command in ("generate", "chat", "demo", "models"):
+        assert run(command, "--help").returncode == 0
+
+
+def test_models_list_and_info():
+    rows = json.loads(run("models", "list", "--json").stdout)
+    assert {"name", "sha256", "size_bytes", "pulled"} <= set(rows[0])
+    info = json.loads(run("models", "info", "toy", "--json").stdout)
+    assert info["runtime"] == "toy"
+    assert info["same_numbers_in_any_block"] is True

@@ -1,0 +1,99 @@
+"""Small language models of many families, with random weights, made on the spot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from outrider.models.hf import HFModel
+
+VOCAB = 64
+WINDOW = 8
+
+# A spread that makes laws neither flat nor certain, and greedy outputs that do not just repeat.
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_DENSE: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+}
+_MAMBA_HEADS: dict[str, Any] = {
+    "mamba_d_ssm": 32,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 8,
+    "mamba_expand": 1,
+    "mamba_chunk_size": 16,
+}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", _DENSE),
+    "gpt2": ("GPT2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 100}),
+    "qwen2": ("Qwen2", _DENSE),
+    "mistral": ("Mistral", _DENSE | {"sliding_window": WINDOW}),
+    "gemma3": (
+        "Gemma3",
+        _DENSE
+        | {
+            "head_dim": 8,
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "mixtral": ("Mixtral", _DENSE | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mamba": ("Mamba", {"hidden_size": 32, "state_size": 8, "num_hidden_layers": 2}),
+    "falcon-h1": ("FalconH1", _DENSE | {"head_dim": 8} | _MAMBA_HEADS),
+    "lfm2": ("Lfm2", _DENSE | {"layer_types": ["conv", "full_attention"]}),
+    "qwen3-next": (
+        "Qwen3Next",
+        _DENSE
+        | {
+            "head_dim": 8,
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+        },
+    ),
+}
+PLAIN = ("llama", "gpt2", "qwen2", "mixtral")
+WINDOWED = ("mistral", "gemma3")
+RECURRENT = ("mamba", "falcon-h1", "lfm2", "qwen3-next")
+
+
+def new_module(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A fresh model, float32, with the weights that the seed gives."""
+    name, settings = FAMILIES[family]
+    kind = "TextConfig" if name == "Gemma3" else "Config"
+    config = getattr(transformers, name + kind)(**(_COMMON | settings | changes))
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return getattr(transformers, f"{name}ForCausalLM")(config).eval()
+
+
+@cache
+def module(family: str) -> PreTrainedModel:
+    """A shared one, which no test may change."""
+    return new_module(family)
