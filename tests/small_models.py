@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
-
-from outrider.models.hf import HFModel
+from transformers import PreTrainedModel
 
 VOCAB = 64
 WINDOW = 8
@@ -90,7 +85,9 @@ def new_module(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     config = getattr(transformers, name + kind)(**(_COMMON | settings | changes))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return getattr(transformers, f"{name}ForCausalLM" if name != "GPT2" else "GPT2LMHeadModel")(config).eval()
+        return getattr(transformers, f"{name}ForCausalLM" if name != "GPT2" else "GPT2LMHeadModel")(
+            config
+        ).eval()
 
 
 @cache

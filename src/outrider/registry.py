@@ -44,14 +44,15 @@ class Table(Mapping[str, str]):
     'Greedy'
     """
 
-    def __init__(self, kind: str, entries: dict[str, str]) -> None:
+    def __init__(self, group: str, kind: str, entries: dict[str, str]) -> None:
+        self.group = group
         self.kind = kind
         self._own = entries
         self._all: dict[str, str] | None = None
 
     def _entries(self) -> dict[str, str]:
         if self._all is None:
-            group = entry_points(group=f"outrider.{self.kind}s")
+            group = entry_points(group=f"outrider.{self.group}")
             # Ours win: an installed package cannot quietly replace a built-in part.
             self._all = {point.name: point.value for point in group} | self._own
         return self._all
@@ -82,6 +83,7 @@ class Table(Mapping[str, str]):
 
 
 DRAFTERS = Table(
+    "drafters",
     "drafter",
     {
         "none": "outrider.drafters.none:NoDrafter",
@@ -92,6 +94,7 @@ DRAFTERS = Table(
 )
 
 RULES = Table(
+    "rules",
     "rule",
     {
         "greedy": "outrider.rules.greedy:Greedy",
@@ -101,6 +104,7 @@ RULES = Table(
 )
 
 RUNTIMES = Table(
+    "runtimes",
     "runtime",
     {
         "toy": "outrider.models.toy:load",
@@ -109,6 +113,7 @@ RUNTIMES = Table(
 )
 
 POLICIES = Table(
+    "policies",
     "policy",
     {
         "fixed": "outrider.policies.fixed:Fixed",

@@ -187,7 +187,9 @@ def test_interrupt_ends_cleanly():
 
 
 def test_a_closed_pipe_ends_quietly():
-    command = " ".join([*OUTRIDER, "generate", "abab", "--target", "toy:context=99999", "-n", "9999"])
+    command = " ".join(
+        [*OUTRIDER, "generate", "abab", "--target", "toy:context=99999", "-n", "9999"]
+    )
     done = subprocess.run(
         f"{command} | head -c 5", shell=True, capture_output=True, text=True, timeout=120
     )

@@ -26,7 +26,7 @@ from outrider.policies.fixed import Fixed
 from outrider.protocols import Rule
 from outrider.registry import RULES
 from outrider.rules.rejection import Rejection
-from tests.unit.test_chooser import ALPHA, chi_square
+from tests.chance import ALPHA, chi_square
 
 VOCAB = 4
 PROMPT = (2, 0)

@@ -1,9 +1,4 @@
-"""Where chance comes from: the law, the independence and the reach of each answer.
-
-Every statistical test in the suite fails a correct program with probability at most ``ALPHA``
-over the choice of its seeds; there are fewer than a hundred, so together at most 1e-6 a run.
-(Seeds are fixed, so a run that passed passes again.)
-"""
+"""Where chance comes from: the law, the independence and the reach of each answer."""
 
 from __future__ import annotations
 
@@ -26,26 +21,7 @@ from outrider.core.chooser import (
     enumerate_outcomes,
 )
 from outrider.core.distribution import Distribution
-
-ALPHA = 1e-8
-
-
-def chi_square(counts: np.ndarray, law: np.ndarray) -> float:
-    """P value of counts under a law; cells that expect fewer than 5 are taken together."""
-    counts, law = np.ravel(counts), np.ravel(law)
-    if counts[law == 0].any():
-        return 0.0
-    expected = law * counts.sum()
-    small = expected < 5
-    observed = [*counts[~small], counts[small].sum()]
-    wanted = [*expected[~small], expected[small].sum()]
-    if wanted[-1] < 1e-2:  # too little to test, but what came must be next to nothing
-        if observed.pop() > 3:
-            return 0.0
-        wanted.pop()
-    wanted_array = np.array(wanted)
-    statistic = ((np.array(observed) - wanted_array) ** 2 / wanted_array).sum()
-    return float(stats.chi2.sf(statistic, len(wanted) - 1))
+from tests.chance import ALPHA, chi_square
 
 
 def independence(table: np.ndarray) -> float:
@@ -143,6 +119,17 @@ def test_draw_has_its_law_on_a_flat_vocabulary_of_150_thousand():
     law = Distribution.dense(np.ones(150_000))
     cells = draws(law, 3000) // 1500
     assert chi_square(np.bincount(cells, minlength=100), np.full(100, 0.01)) > ALPHA
+
+
+def test_a_light_token_wins_no_more_often_where_the_tail_is_sparse():
+    """1100 of 150 thousand tokens have a little less than 1/1024: their race takes long."""
+    law = Distribution.of(
+        np.arange(0, 110_100, 100), np.array([0.02, *[0.98 / 1100] * 1100]), 150_000
+    )
+    assert law.probs[1] < 1 / 1024
+    n = 10_000
+    won = int((draws(law, n) == 0).sum())
+    assert chi_square(np.array([won, n - won]), np.array([0.02, 0.98])) > ALPHA
 
 
 def test_draw_has_its_law_on_a_small_support_of_a_large_vocabulary():

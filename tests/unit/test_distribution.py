@@ -12,7 +12,7 @@ from outrider.core.chooser import Chooser, SeededChooser, enumerate_outcomes
 from outrider.core.distribution import Distribution
 from outrider.core.proposal import ROOT, Proposal
 from outrider.rules.rejection import Rejection
-from tests.unit.test_chooser import ALPHA, chi_square
+from tests.chance import ALPHA, chi_square
 
 weights = st.one_of(st.just(0.0), st.floats(1e-12, 1.0), st.floats(1e-3, 1.0))
 

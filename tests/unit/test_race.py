@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from outrider.core.distribution import Distribution
 from outrider.core.race import conditional
-from tests.unit.test_chooser import ALPHA, chi_square
+from tests.chance import ALPHA, chi_square
 
 laws = st.integers(2, 4).flatmap(
     lambda size: st.tuples(

@@ -13,7 +13,7 @@ from outrider.core.chooser import Chooser, enumerate_outcomes
 from outrider.core.distribution import Distribution
 from outrider.core.proposal import Proposal
 from outrider.rules.rejection import Rejection
-from tests.unit.test_chooser import ALPHA, chi_square
+from tests.chance import ALPHA, chi_square
 
 P, Q = np.array([0.5, 0.3, 0.2]), np.array([0.6, 0.1, 0.3])
 

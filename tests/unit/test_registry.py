@@ -96,35 +96,24 @@ def installed(monkeypatch):
 
 def test_entry_points_add_parts(installed):
     installed(drafters={"theirs": "collections:OrderedDict"})
-    table = Table("drafter", {"ours": "builtins:int"})
+    table = Table("drafters", "drafter", {"ours": "builtins:int"})
     assert set(table) == {"ours", "theirs"}
     assert table.load("theirs").__name__ == "OrderedDict"
 
 
 def test_entry_points_cannot_replace_ours(installed):
     installed(drafters={"ours": "collections:OrderedDict"})
-    table = Table("drafter", {"ours": "builtins:int"})
+    table = Table("drafters", "drafter", {"ours": "builtins:int"})
     assert table.load("ours") is int
     assert len(table) == 1
 
 
-@pytest.mark.parametrize(
-    "group",
-    [
-        pytest.param(
-            group,
-            marks=[pytest.mark.xfail(strict=True, reason="Table looks in 'outrider.policys'")]
-            if group == "policies"
-            else [],
-        )
-        for group in TABLES
-    ],
-)
+@pytest.mark.parametrize("group", TABLES)
 def test_each_table_reads_the_group_that_the_documentation_names(group, installed):
     own = TABLES[group]
     installed(**{group: {"theirs": "collections:OrderedDict"}})
     assert f"``outrider.{group}``" in str(registry.__doc__)
-    assert "theirs" in Table(own.kind, {})
+    assert "theirs" in Table(own.group, own.kind, {})
 
 
 # --- toy models by name --------------------------------------------------------------------------

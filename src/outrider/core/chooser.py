@@ -192,7 +192,9 @@ class EnumeratingChooser:
     question there would reuse noise, which independent random numbers hide and which biases
     real output. The one exception is a draw for ``target``, whose noise is shared on purpose;
     there the outcomes are enumerated jointly, by the exact law of an exponential race run
-    several times on the same noise (``outrider.core.race``).
+    several times on the same noise (``outrider.core.race``). ``SeededChooser`` splits each
+    runner in two, so its joint law is a little different; each draw's own law, the one that
+    exactness rests on, is the same.
     """
 
     def __init__(self, prefix: Sequence[int]) -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.masking_utils import sdpa_mask
 
 __all__ = ["KEY_STEP", "NAME", "visible_keys"]
@@ -37,27 +37,37 @@ def _rows_attention(
     query: Float[Tensor, "1 H n D"],
     key: Float[Tensor, "1 KV C D"],
     value: Float[Tensor, "1 KV C D"],
-    attention_mask: Float[Tensor, "1 1 rows C"],
+    attention_mask: Float[Tensor, "1 1 group_rows C"],
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "1 n H D"], None]:
     """softmax(q kᵀ · scaling + mask) v, one query head's rows after the other's."""
     _, H, n, D = query.shape
-    KV, rows = key.shape[1], attention_mask.shape[2]
-    q = F.pad(query, (0, 0, 0, rows - n)).reshape(1, KV, H // KV * rows, D)
-    mask = attention_mask.repeat(1, 1, H // KV, 1)
-    out = F.scaled_dot_product_attention(q, key, value, attn_mask=mask, scale=scaling)
+    KV, rows = key.shape[1], _whole_steps(n)
+    if rows > n:
+        query = F.pad(query, (0, 0, 0, rows - n))
+    q = query.reshape(1, KV, H // KV * rows, D)
+    if attention_mask.shape[2] != q.shape[2]:  # a layer with another number of heads
+        attention_mask = attention_mask[:, :, :rows].repeat(1, 1, H // KV, 1)
+    out = F.scaled_dot_product_attention(q, key, value, attn_mask=attention_mask, scale=scaling)
     return out.reshape(1, H, rows, -1)[:, :, :n].transpose(1, 2).contiguous(), None
 
 
-def _rows_mask(*args: Any, dtype: torch.dtype, **kwargs: Any) -> Float[Tensor, "1 1 rows C"]:
+def _rows_mask(
+    *args: Any, dtype: torch.dtype, config: PreTrainedConfig, **kwargs: Any
+) -> Float[Tensor, "1 1 group_rows C"]:
     """Made once a pass: zeros where a row sees a key, minus infinity where not."""
     seen = sdpa_mask(*args, **(kwargs | {"allow_is_causal_skip": False}))
     n = seen.shape[2]
     # A padding row sees every key: a row that saw none would be NaN.
-    mask = seen.new_zeros((1, 1, -(-n // ROW_STEP) * ROW_STEP, seen.shape[3]), dtype=dtype)
+    mask = seen.new_zeros((1, 1, _whole_steps(n), seen.shape[3]), dtype=dtype)
     mask[:, :, :n].masked_fill_(~seen, -torch.inf)
-    return mask
+    heads = config.num_attention_heads
+    return mask.repeat(1, 1, heads // (getattr(config, "num_key_value_heads", None) or heads), 1)
+
+
+def _whole_steps(rows: int) -> int:
+    return -(-rows // ROW_STEP) * ROW_STEP
 
 
 AttentionInterface.register(NAME, _rows_attention)

@@ -20,7 +20,7 @@ from torch import Tensor
 from outrider.core.proposal import Proposal
 from outrider.errors import ModelError, ModelFileError, ModelNotFoundError, ProposalError
 from outrider.models import attention, catalogue, memory
-from outrider.models.hf_cache import HFCache, rollback_of
+from outrider.models.hf_cache import HFCache, continues_from_state, rollback_of
 from outrider.models.locate import Located
 from outrider.models.numerics import row_step
 from outrider.models.tokenizer import HFTokenizer
@@ -38,7 +38,8 @@ class HFModel:
     Parameters
     ----------
     module
-        A causal language model; it is put in evaluation mode.
+        A causal language model. It computes in evaluation mode; if it is in training mode, it is
+        put back into that after each pass.
     name
         What to call it.
     vocab_size
@@ -52,7 +53,7 @@ class HFModel:
     Raises
     ------
     ModelError
-        When the module is not a decoder-only language model.
+        When the module is not a decoder-only language model with a cache of transformers' kind.
     """
 
     trees = False
@@ -71,7 +72,13 @@ class HFModel:
                 f"{type(module).__name__} is not a decoder-only language model.",
                 hint="Speculative decoding needs a causal language model (AutoModelForCausalLM).",
             )
-        self.module = module.eval()
+        accepted = inspect.signature(module.forward).parameters
+        if "cache" not in accepted:
+            raise ModelError(
+                f"{type(module).__name__} does not take transformers' cache.",
+                hint="Use a model of another family.",
+            )
+        self.module = module
         self.name = name or config.name_or_path or type(module).__name__
         text = config.get_text_config(decoder=True)
         self.config = text
@@ -83,7 +90,8 @@ class HFModel:
         if same_numbers and self.rollback == "length" and _can_switch_attention(module):
             module.set_attn_implementation(attention.NAME)
             self.row_step = row_step(module)
-        accepted = inspect.signature(module.forward).parameters
+        with _evaluating(module):
+            self._continues = self.rollback != "snapshot" or continues_from_state(module)
         self._trims_logits = "logits_to_keep" in accepted
         self._takes_positions = "position_ids" in accepted
 
@@ -126,6 +134,12 @@ class HFModel:
     def _forward(
         self, cache: HFCache, ids: Sequence[int], wanted: int
     ) -> Float[Tensor, "wanted V"]:
+        with _evaluating(self.module):
+            if self._continues or not cache.length:
+                return self._pass(cache, ids, wanted)
+            return torch.cat([self._pass(cache, [token], 1) for token in ids])[-wanted:]
+
+    def _pass(self, cache: HFCache, ids: Sequence[int], wanted: int) -> Float[Tensor, "wanted V"]:
         step = (self.row_step or 1) if cache.is_plain else 1
         pad = -len(ids) % step
         n = len(ids) + pad
@@ -147,6 +161,21 @@ class HFModel:
         cache.fed(len(ids))
         end = len(logits) - pad
         return logits[end - wanted : end, : self.vocab_size]
+
+
+@contextmanager
+def _evaluating(module: Any) -> Iterator[None]:
+    """No dropout for the moment; a module that someone trains is put back as it was."""
+    if not module.training:
+        yield
+        return
+    training = [part for part in module.modules() if part.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True
 
 
 def _can_switch_attention(module: Any) -> bool:
@@ -245,11 +274,21 @@ def load(
 
 
 def _from_pretrained(source: str | Path, dtype: torch.dtype) -> tuple[Any, Any]:
-    module = transformers.AutoModelForCausalLM.from_pretrained(
-        source, dtype=dtype, trust_remote_code=False, use_safetensors=True
-    )
+    module = _whole_module(source, dtype=dtype, use_safetensors=True)
     words = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     return module, words
+
+
+def _whole_module(source: str | Path, **options: Any) -> Any:
+    """A model none of whose weights transformers had to make up."""
+    module, found = transformers.AutoModelForCausalLM.from_pretrained(
+        source, trust_remote_code=False, output_loading_info=True, **options
+    )
+    if missing := sorted(found["missing_keys"]):
+        raise ValueError(
+            f"it lacks {len(missing)} of {len(module.state_dict())} tensors, first '{missing[0]}'."
+        )
+    return module
 
 
 def _from_gguf(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -257,14 +296,15 @@ def _from_gguf(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     unpacked = _unpacked_folder(path, dtype)
     if (unpacked / "config.json").is_file():
         return _from_pretrained(unpacked, dtype)
-    source = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
-    module = transformers.AutoModelForCausalLM.from_pretrained(
-        **source,
+    module = _whole_module(
+        path.parent,
+        gguf_file=path.name,
         dtype=dtype,
-        trust_remote_code=False,
         quantization_config=transformers.GgufConfig(dequantize=True),
     )
-    words = transformers.AutoTokenizer.from_pretrained(**source, trust_remote_code=False)
+    words = transformers.AutoTokenizer.from_pretrained(
+        path.parent, gguf_file=path.name, trust_remote_code=False
+    )
     size_bytes = sum(p.nbytes for p in module.parameters())
     unpacked.parent.mkdir(parents=True, exist_ok=True)
     if shutil.disk_usage(unpacked.parent).free > 4 * size_bytes:

@@ -17,10 +17,10 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
-from outrider.errors import RollbackError
+from outrider.errors import ModelError, RollbackError
 from outrider.protocols import Rollback
 
-__all__ = ["GrowingLayer", "HFCache", "rollback_of"]
+__all__ = ["GrowingLayer", "HFCache", "continues_from_state", "rollback_of"]
 
 _GROW_BY = 512
 
@@ -85,6 +85,11 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         """Take rows back: transformers' convention is a negative count."""
         self.length -= abs(tokens_to_remove)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> GrowingLayer:
+        # A snapshot needs the length alone: later passes write behind it, or what they wrote
+        # is written again.
+        return copy.copy(self)
+
 
 def _layers(config: PreTrainedConfig) -> list[Any]:
     return list(DynamicCache(config=config).layers)
@@ -107,6 +112,30 @@ def rollback_of(config: PreTrainedConfig) -> Rollback:
         elif not (_is_plain(layer) or type(layer) is DynamicSlidingWindowLayer):
             kinds.add("none")
     return next(kind for kind in ("none", "snapshot", "length") if kind in kinds)
+
+
+@torch.inference_mode()
+def continues_from_state(module: Any) -> bool:
+    """Whether a pass of several tokens goes on from a recurrent state, as one of a single does.
+
+    Some families (mamba, jamba) begin anew with it, without a word. Here the last layer's state is
+    spoilt: a pass that uses it cannot but show that.
+    """
+    token = torch.zeros(
+        (1, 1), dtype=torch.long, device=module.get_input_embeddings().weight.device
+    )
+    for kind in ("conv_states", "recurrent_states"):
+        cache = DynamicCache(config=module.config)
+        module(input_ids=token, cache=cache, use_cache=True)
+        layers = [getattr(layer, kind, {}).values() for layer in cache.layers]
+        held = [[state for state in states if state is not None] for states in layers]
+        last = next((states for states in reversed(held) if states), [])
+        for state in last:
+            state.fill_(torch.nan)
+        logits = module(input_ids=token.expand(1, 2), cache=cache, use_cache=True).logits
+        if last and bool(logits.isfinite().all()):
+            return False
+    return True
 
 
 class HFCache:
@@ -148,7 +177,18 @@ class HFCache:
         self._saved: tuple[int, list[Any]] | None = None
 
     def fed(self, tokens: int) -> None:
-        """Note that a pass wrote this many tokens."""
+        """Note that a pass wrote this many tokens.
+
+        Raises
+        ------
+        ModelError
+            When it wrote nothing.
+        """
+        if not self.length and self.kind == "length" and not self.layers.get_seq_length():
+            raise ModelError(
+                "The model keeps no cache, so it is not a causal language model.",
+                hint="Of a family with both kinds, such as BERT, give one with is_decoder=True.",
+            )
         self.length += tokens
 
     def save(self) -> None:
@@ -159,8 +199,7 @@ class HFCache:
     def settle(self) -> None:
         """Declare all tokens so far final: layers may drop what only a rollback would need."""
         if not self.is_plain and self.kind == "length" and self.length > self._recorded_from:
-            self.layers.crop(0)
-            self._recorded_from = self.length
+            self._crop(0)
 
     def keep(self, base: int, path: Sequence[int]) -> None:
         """Keep ``base`` tokens and a path of the nodes behind them, which must be a chain."""
@@ -182,9 +221,8 @@ class HFCache:
             if surplus > self.length - self._recorded_from:
                 self._clear()
                 return
-            self.layers.crop(-surplus if surplus > 0 else 0)
-            self.length -= max(surplus, 0)
-            self._recorded_from = self.length
+            if self.length:  # a sliding layer that was never fed cannot be cropped
+                self._crop(max(surplus, 0))
         elif surplus > 0 and self.kind == "snapshot":
             if self._saved is None or self._saved[0] > length:
                 self._clear()
@@ -196,6 +234,11 @@ class HFCache:
                 "A layer of this model keeps a state that cannot be taken back.",
                 hint="Use --drafter none.",
             )
+
+    def _crop(self, surplus: int) -> None:
+        self.layers.crop(-surplus)
+        self.length -= surplus
+        self._recorded_from = self.length
 
     @property
     def bytes(self) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -143,7 +145,7 @@ def _folder_facts(path: Path) -> Facts:
     parameters, kinds = 0, []
     files = _weight_files(path)
     for file in files:
-        with safe_open(file, "pt") as tensors:
+        with _named(file), safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - the handle is no mapping
                 part = tensors.get_slice(name)
                 parameters += prod(part.get_shape())
@@ -161,6 +163,15 @@ def _folder_facts(path: Path) -> Facts:
         vocab_size=config.get("vocab_size"),
         context_length=config.get("max_position_embeddings"),
     )
+
+
+@contextmanager
+def _named(file: Path) -> Iterator[None]:
+    """The reader of tensors does not say which file it could not read."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{file.name}: {error}") from error
 
 
 def _weight_files(path: Path) -> list[Path]:
