@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from transformers import PreTrainedModel
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from outrider.drafters.script import ScriptDrafter
+from outrider.models.hf import HFModel
 
 VOCAB = 64
 WINDOW = 8
@@ -50,10 +57,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "head_dim": 8,
             "sliding_window": WINDOW,
             "layer_types": ["sliding_attention", "full_attention"],
+            "tie_word_embeddings": False,
         },
     ),
     "mixtral": ("Mixtral", _DENSE | {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "mamba": ("Mamba", {"hidden_size": 32, "state_size": 8, "num_hidden_layers": 2}),
+    "mamba": (
+        "Mamba",
+        {"hidden_size": 32, "state_size": 8, "num_hidden_layers": 2, "tie_word_embeddings": False},
+    ),
     "falcon-h1": ("FalconH1", _DENSE | {"head_dim": 8} | _MAMBA_HEADS),
     "lfm2": ("Lfm2", _DENSE | {"layer_types": ["conv", "full_attention"]}),
     "qwen3-next": (
@@ -94,3 +105,61 @@ def new_module(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
 def module(family: str) -> PreTrainedModel:
     """A shared one, which no test may change."""
     return new_module(family)
+
+
+def shared(family: str, **options: Any) -> HFModel:
+    """The runtime over the shared module."""
+    return HFModel(module(family), **options)
+
+
+def new_tokenizer(words: int = VOCAB) -> PreTrainedTokenizerFast:
+    """One token a word: ``w5`` is token 5."""
+    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, words)}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="w3"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made.decoder = decoders.Metaspace()
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+    return PreTrainedTokenizerFast(tokenizer_object=made, **special)
+
+
+def save(made: PreTrainedModel, folder: Path) -> Path:
+    """A folder as users have them: configuration, weights and tokenizer."""
+    made.save_pretrained(folder)
+    new_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def padded(original: PreTrainedModel, rows: int) -> PreTrainedModel:
+    """The same model with rows for tokens that do not exist, whose logits are the highest."""
+    made = copy.deepcopy(original)
+    made.resize_token_embeddings(VOCAB + rows, mean_resizing=False)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        head = made.get_output_embeddings().weight
+        head.data[VOCAB:] = 30 * torch.randn_like(head[VOCAB:])
+    return made
+
+
+def partly_right(plain: Sequence[int], prompt_length: int) -> ScriptDrafter:
+    """Drafts what comes, with a wrong token that wanders through the block."""
+
+    def script(tokens: Sequence[int], length: int) -> list[int]:
+        done = len(tokens) - prompt_length
+        draft = list(plain[done : done + length])
+        wrong = 7 * done % (length + 1)
+        if wrong < len(draft):
+            draft[wrong] = (draft[wrong] + 1) % VOCAB
+        return draft
+
+    return ScriptDrafter(script)
+
+
+def garbage(tokens: Sequence[int], length: int) -> list[int]:
+    """A script of tokens that have nothing to do with the text."""
+    return [(len(tokens) * 13 + 7 * i) % VOCAB for i in range(length)]
+
+
+def some_tokens(length: int, seed: int = 0) -> list[int]:
+    """Token ids without special ones among them."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCAB, (length,), generator=generator).tolist()

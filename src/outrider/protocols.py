@@ -227,10 +227,15 @@ class Drafter(Protocol):
 
 @runtime_checkable
 class Rule(Protocol):
-    """Decides what of a proposal stands. ``exact``: the target's law is kept whatever q is."""
+    """Decides what of a proposal stands.
+
+    ``exact``: the target's law is kept whatever q is. ``trees``: it judges proposals with
+    branches, not only chains.
+    """
 
     name: str
     exact: bool
+    trees: bool
 
     def draft(
         self, q: Distribution, chooser: Chooser, position: int, round: int, node: int

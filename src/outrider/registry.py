@@ -100,6 +100,7 @@ RULES = Table(
         "greedy": "outrider.rules.greedy:Greedy",
         "rejection": "outrider.rules.rejection:Rejection",
         "coupled": "outrider.rules.coupled:Coupled",
+        "block": "outrider.rules.block:Block",
     },
 )
 

@@ -11,6 +11,7 @@ from outrider.core.chooser import Chooser, SeededChooser, enumerate_outcomes
 from outrider.core.distribution import Distribution
 from outrider.core.proposal import ROOT, Proposal
 from outrider.core.verdict import Verdict
+from outrider.errors import ProposalError
 from outrider.protocols import Rule
 from outrider.registry import RULES
 
@@ -100,8 +101,13 @@ def test_enumerated_weights_sum_to_one(rule, seed):
     assert sum(weights) == pytest.approx(1.0, abs=1e-12)
 
 
-def test_the_target_is_asked_only_along_the_path(rule):
+def test_trees_are_judged_along_one_path_or_refused(rule):
     """A row that no emitted token is decided from need not be made into a distribution."""
+    if not rule.trees:
+        with pytest.raises(ProposalError, match="chains"):
+            tree = Proposal((0, 1), (ROOT, ROOT), (None, None))
+            rule.judge(lambda node: law_after(0, []), tree, SeededChooser(0), 0, 0)
+        return
     tree = Proposal((0, 1, 2, 3), (ROOT, 0, 1, ROOT), (None,) * 4)
     for seed in range(20):
         asked: list[int] = []

@@ -51,7 +51,7 @@ RuleName = Annotated[
     typer.Option(
         "--rule",
         "-r",
-        help="auto (greedy at temperature 0, else coupled), greedy, rejection or coupled.",
+        help="auto (greedy at temperature 0, else coupled), greedy, rejection, block or coupled.",
         rich_help_panel=_SPECULATION,
     ),
 ]

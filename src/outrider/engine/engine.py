@@ -59,7 +59,8 @@ class Engine:
         ``auto``, ``none``, ``ngram``, ``model:PATH``, ..., a drafter object, or a transformers
         model with the target's tokenizer.
     rule
-        ``auto`` (greedy at temperature 0, else coupled), ``greedy``, ``rejection``, ``coupled``.
+        ``auto`` (greedy at temperature 0, else coupled), ``greedy``, ``coupled``, ``rejection``,
+        ``block``.
     draft_length
         Tokens drafted in a round; ``auto`` is the drafter's own default; 0 drafts nothing.
 

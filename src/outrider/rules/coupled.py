@@ -27,6 +27,7 @@ class Coupled:
 
     name = "coupled"
     exact = True
+    trees = True
 
     def draft(
         self, q: Distribution, chooser: Chooser, position: int, round: int, node: int

@@ -21,6 +21,7 @@ class Greedy:
 
     name = "greedy"
     exact = True
+    trees = True
 
     def draft(
         self, q: Distribution, chooser: Chooser, position: int, round: int, node: int

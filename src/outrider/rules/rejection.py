@@ -28,6 +28,7 @@ class Rejection:
 
     name = "rejection"
     exact = True
+    trees = True
 
     def draft(
         self, q: Distribution, chooser: Chooser, position: int, round: int, node: int
