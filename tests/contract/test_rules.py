@@ -104,8 +104,8 @@ def test_enumerated_weights_sum_to_one(rule, seed):
 def test_trees_are_judged_along_one_path_or_refused(rule):
     """A row that no emitted token is decided from need not be made into a distribution."""
     if not rule.trees:
+        tree = Proposal((0, 1), (ROOT, ROOT), (None, None))
         with pytest.raises(ProposalError, match="chains"):
-            tree = Proposal((0, 1), (ROOT, ROOT), (None, None))
             rule.judge(lambda node: law_after(0, []), tree, SeededChooser(0), 0, 0)
         return
     tree = Proposal((0, 1, 2, 3), (ROOT, 0, 1, ROOT), (None,) * 4)
