@@ -166,10 +166,14 @@ class Pick:
     choose
         From q, the depth (0 is the first drafted position) and the node to a token and the law
         that it was drawn from; ``None`` for a deterministic choice.
+    siblings
+        From q, a number of children, their depth and the first one's node to as many tokens at
+        most, each with its law.
     """
 
     distribution: Callable[[Float[Tensor, " V"], Sequence[int]], Distribution]
     choose: Callable[[Distribution, int, int], tuple[int, Distribution | None]]
+    siblings: Callable[[Distribution, int, int, int], list[tuple[int, Distribution | None]]]
 
     def __call__(
         self, logits: Float[Tensor, " V"], path: Sequence[int]
@@ -210,10 +214,19 @@ class Setting:
 
 @runtime_checkable
 class Drafter(Protocol):
-    """A source of proposals. ``default_length`` is the draft length used when none is given."""
+    """A source of proposals.
+
+    ``default_length`` is the draft length used when none is given, a proposal's depth;
+    ``trees``: proposals may have branches.
+    """
 
     name: str
     default_length: int
+
+    @property
+    def trees(self) -> bool:
+        """Whether proposals may have branches, which target and rule must then be fit for."""
+        ...
 
     @classmethod
     def build(cls, argument: str, setting: Setting) -> Drafter:
@@ -241,6 +254,16 @@ class Rule(Protocol):
         self, q: Distribution, chooser: Chooser, position: int, round: int, node: int
     ) -> tuple[int, Distribution | None]:
         """How a drafter should choose under this rule: the token, and the law it was drawn from."""
+        ...
+
+    def siblings(
+        self, q: Distribution, count: int, chooser: Chooser, position: int, round: int, node: int
+    ) -> list[tuple[int, Distribution | None]]:
+        """At most ``count`` different tokens for the children of one node, likeliest to stand first.
+
+        The first child is node ``node`` of the proposal, the next ``node + 1``, and so on; each
+        comes with the law that it was drawn from, given the ones before it.
+        """
         ...
 
     def judge(

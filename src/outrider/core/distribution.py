@@ -93,6 +93,23 @@ class Distribution:
         """The most probable token; of equals, the one with the lowest id."""
         return int(self.ids[int(np.argmax(self.probs))])
 
+    def most_probable(self, count: int) -> list[int]:
+        """The ``count`` most probable tokens, best first; of equals, the lower id first."""
+        if count < len(self.ids):
+            least = np.partition(self.probs, -count)[-count]
+            near = np.flatnonzero(self.probs >= least)
+        else:
+            near = np.arange(len(self.ids))
+        order = near[np.argsort(-self.probs[near], kind="stable")][:count]
+        return [int(token) for token in self.ids[order]]
+
+    def without(self, token: int) -> Distribution | None:
+        """The law given that the token does not come; ``None`` if nothing else can."""
+        kept = self.ids != token
+        if not kept.any():
+            return None
+        return Distribution.of(self.ids[kept], self.probs[kept], self.vocab_size)
+
     def to_dense(self) -> Float64[np.ndarray, " V"]:
         """One probability for each token of the vocabulary."""
         out = np.zeros(self.vocab_size)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from outrider.core.distribution import Distribution
 from outrider.core.proposal import Proposal
+from outrider.drafters.shape import Chain, Shape, parse_shape
+from outrider.drafters.tree import Tree
 from outrider.errors import RollbackError, UsageError
 from outrider.protocols import Model, Pick, Setting
 
@@ -13,7 +15,7 @@ __all__ = ["ModelDrafter"]
 
 
 class ModelDrafter:
-    """Runs a draft model ahead of the target, one token a step.
+    """Runs a draft model ahead of the target, one level of the proposal a step.
 
     Each token's law is kept as it was drawn from: the draft's logits under the request's own
     processors. Vocabularies that differ only in padding are fine; padding rows are never
@@ -24,17 +26,22 @@ class ModelDrafter:
     model
         The draft model. Its cache must roll back by length.
     default_length
-        Draft length used when none is given.
+        Draft length used when none is given: the depth of the proposal.
+    shape
+        A chain, a tree of fixed widths, or a tree that grows where the draft is confident; a
+        tree needs a draft model that scores trees.
 
     Raises
     ------
     RollbackError
         When the draft model keeps a recurrent state: every round would feed it all over again.
+    UsageError
+        When a tree is asked of a draft model that cannot score one.
     """
 
     name = "model"
 
-    def __init__(self, model: Model, default_length: int = 4) -> None:
+    def __init__(self, model: Model, default_length: int = 4, shape: Shape | None = None) -> None:
         if model.rollback != "length":
             raise RollbackError(
                 f"The draft model '{model.name}' cannot take tokens back by length.",
@@ -42,26 +49,39 @@ class ModelDrafter:
             )
         self.model = model
         self.default_length = default_length
+        self.shape = shape or Chain()
+        if not isinstance(self.shape, Chain) and not model.trees:
+            raise UsageError(
+                f"The draft model '{model.name}' scores chains only.",
+                hint="Leave the tree out: --drafter model:PATH.",
+            )
+
+    @property
+    def trees(self) -> bool:
+        """Whether its proposals may have branches."""
+        return not isinstance(self.shape, Chain)
 
     @classmethod
     def build(cls, argument: str, setting: Setting) -> ModelDrafter:
-        """By name: ``model:PATH`` with a path or name as for a target."""
-        if not argument:
+        """By name: ``model:PATH`` with a path or name as for a target, or ``model:PATH#tree=4,2``."""
+        path, _, shape = argument.partition("#")
+        if not path:
             raise UsageError(
                 "The 'model' drafter needs a draft model.",
                 hint="Example: --drafter model:path/to/draft.gguf",
             )
-        return cls(setting.load(argument))
+        return cls(setting.load(path), shape=parse_shape(shape))
 
     def start(self, prompt: Sequence[int], capacity: int) -> _ModelSession:
         """A session with a cache of its own; the prompt is fed on the first call."""
-        return _ModelSession(self.model, capacity)
+        return _ModelSession(self.model, capacity, self.shape)
 
 
 class _ModelSession:
-    def __init__(self, model: Model, capacity: int) -> None:
+    def __init__(self, model: Model, capacity: int, shape: Shape) -> None:
         self._model = model
         self._cache = model.new_cache(capacity)
+        self._shape = shape
         self._fed: list[int] = []
 
     def propose(self, tokens: Sequence[int], length: int, pick: Pick) -> Proposal:
@@ -75,6 +95,17 @@ class _ModelSession:
         # As a rule one or two tokens are new, the last draft and the bonus: one pass for both.
         last = max(self._cache.length, len(tokens) - 2)
         self._model.prefill(self._cache, tokens[self._cache.length : last], None)
+        if isinstance(self._shape, Chain):
+            return self._chain(tokens, last, length, pick)
+        tree = Tree(pick)
+        for depth in range(length):
+            logits = self._model.score(self._cache, tokens[last:], tree.proposal())
+            self._cache.rollback(last)
+            tree.grow(self._shape, depth, logits)
+        self._fed = list(tokens[:last])
+        return tree.proposal(self._shape)
+
+    def _chain(self, tokens: Sequence[int], last: int, length: int, pick: Pick) -> Proposal:
         feed = tokens[last:]
         drafted: list[int] = []
         laws: list[Distribution | None] = []

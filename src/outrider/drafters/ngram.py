@@ -41,6 +41,7 @@ class NgramDrafter:
     """
 
     name = "ngram"
+    trees = False
 
     def __init__(self, longest: int = 5, shortest: int = 2, default_length: int = 8) -> None:
         if not 1 <= shortest <= longest:

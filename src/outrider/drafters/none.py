@@ -15,6 +15,7 @@ class NoDrafter:
     """Proposes nothing, ever. Its own session, since there is nothing to remember."""
 
     name = "none"
+    trees = False
     default_length = 0
 
     @classmethod

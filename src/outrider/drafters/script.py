@@ -30,6 +30,7 @@ class ScriptDrafter:
     """
 
     name = "script"
+    trees = False
 
     def __init__(
         self,

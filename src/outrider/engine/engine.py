@@ -215,6 +215,11 @@ class Engine:
             )
         draft = self.make_drafter("none" if plain else drafter or self.drafter)
         how = self.make_rule(values, rule)
+        if draft.trees and not how.trees:
+            raise UsageError(
+                f"The rule '{how.name}' judges chains only; this drafter proposes trees.",
+                hint="Use --rule auto, rejection or coupled, or leave the tree out of --drafter.",
+            )
         policy = self.make_policy(draft, draft_length)
         eos = self.tokenizer.eos_token_ids if self.tokenizer and not ignore_eos else frozenset()
         ends = eos | frozenset(stop_token_ids)
@@ -324,6 +329,11 @@ class Engine:
             raise RollbackError(
                 f"The cache of '{self.model.name}' cannot take rejected drafts back.",
                 hint="Use --drafter none.",
+            )
+        if drafter.trees and not self.model.trees:
+            raise UsageError(
+                f"'{self.model.name}' scores chains only; this drafter proposes trees.",
+                hint="Leave the tree out of --drafter.",
             )
         ready: Drafter = drafter
         return ready

@@ -85,8 +85,14 @@ def play_round(s: Session) -> Played:
     def pick_token(q: Distribution, depth: int, node: int) -> tuple[int, Distribution | None]:
         return s.rule.draft(q, s.chooser, position + depth, s.round, node)
 
+    def pick_siblings(
+        q: Distribution, count: int, depth: int, node: int
+    ) -> list[tuple[int, Distribution | None]]:
+        return s.rule.siblings(q, count, s.chooser, position + depth, s.round, node)
+
     started = perf_counter()
-    proposal = s.draft.propose(s.tokens, length, Pick(pick_law, pick_token))
+    pick = Pick(pick_law, pick_token, pick_siblings)
+    proposal = s.draft.propose(s.tokens, length, pick)
     _check(proposal, length, s.model.vocab_size)
 
     drafted = perf_counter()

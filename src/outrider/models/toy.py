@@ -126,9 +126,9 @@ class ToyModel:
     ) -> Float64[Tensor, "rows V"]:
         """Logarithms of the laws after ``tokens`` and after each node."""
         cache.tokens.extend(tokens)
-        if cache.length + len(proposal) > cache.capacity:
+        if cache.length + proposal.depth > cache.capacity:
             raise ValueError(
-                f"The cache holds {cache.capacity} tokens; {cache.length + len(proposal)} came."
+                f"The cache holds {cache.capacity} tokens; {cache.length + proposal.depth} came."
             )
         cache.nodes = proposal.tokens
         laws = [

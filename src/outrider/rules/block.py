@@ -44,6 +44,12 @@ class Block:
         """A draw from q on noise of its own."""
         return chooser.draw(q, Place(position, "draft", round, node)), q
 
+    def siblings(
+        self, q: Distribution, count: int, chooser: Chooser, position: int, round: int, node: int
+    ) -> list[tuple[int, Distribution | None]]:
+        """One draw: block verification judges chains."""
+        return [self.draft(q, chooser, position, round, node)][:count]
+
     def judge(
         self, target: Target, proposal: Proposal, chooser: Chooser, position: int, round: int
     ) -> Verdict:

@@ -35,6 +35,14 @@ class Coupled:
         """q's own winner on the target's noise: sampled in effect, but given the noise, fixed."""
         return chooser.draw(q, Place(position, "target")), None
 
+    def siblings(
+        self, q: Distribution, count: int, chooser: Chooser, position: int, round: int, node: int
+    ) -> list[tuple[int, Distribution | None]]:
+        """q's winner on the target's noise, then its most probable other tokens."""
+        winner, _ = self.draft(q, chooser, position, round, node)
+        others = [token for token in q.most_probable(count) if token != winner]
+        return [(token, None) for token in [winner, *others][:count]]
+
     def judge(
         self, target: Target, proposal: Proposal, chooser: Chooser, position: int, round: int
     ) -> Verdict:

@@ -29,6 +29,12 @@ class Greedy:
         """The draft's most probable token, chosen deterministically."""
         return q.argmax(), None
 
+    def siblings(
+        self, q: Distribution, count: int, chooser: Chooser, position: int, round: int, node: int
+    ) -> list[tuple[int, Distribution | None]]:
+        """The draft's most probable tokens, chosen deterministically."""
+        return [(token, None) for token in q.most_probable(count)]
+
     def judge(
         self, target: Target, proposal: Proposal, chooser: Chooser, position: int, round: int
     ) -> Verdict:

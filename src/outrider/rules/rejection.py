@@ -36,6 +36,17 @@ class Rejection:
         """A draw from q on noise of its own."""
         return chooser.draw(q, Place(position, "draft", round, node)), q
 
+    def siblings(
+        self, q: Distribution, count: int, chooser: Chooser, position: int, round: int, node: int
+    ) -> list[tuple[int, Distribution | None]]:
+        """Draws from q without replacement, each with the law that was left to draw it from."""
+        drawn: list[tuple[int, Distribution | None]] = []
+        left: Distribution | None = q
+        while left is not None and len(drawn) < count:
+            drawn.append(self.draft(left, chooser, position, round, node + len(drawn)))
+            left = left.without(drawn[-1][0])
+        return drawn
+
     def judge(
         self, target: Target, proposal: Proposal, chooser: Chooser, position: int, round: int
     ) -> Verdict:

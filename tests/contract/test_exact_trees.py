@@ -1,0 +1,139 @@
+"""Draft trees do not change the output's law: the production code, every course of chance."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider import Engine
+from outrider.core.distribution import Distribution
+from outrider.core.processors import Sampling
+from outrider.drafters.model import ModelDrafter
+from outrider.drafters.shape import Chain, Dynamic, Static, parse_shape
+from outrider.errors import UsageError
+from outrider.models.tokenizer import ToyTokenizer
+from outrider.models.toy import ToyModel
+from outrider.registry import RULES
+from tests.laws import chain_law, distance, speculative_law
+
+TARGET = ToyModel.random(3, seed=1)
+SHAPES = [Static((2,)), Static((2, 2)), Static((3, 1)), Dynamic(4, 2), Dynamic(5, 3)]
+EXACT = [n for n in RULES if RULES.load(n).exact and RULES.load(n).trees]
+SAMPLINGS = [
+    Sampling(temperature=1.0),
+    Sampling(temperature=0.7, top_k=2),
+    Sampling(temperature=1.0, top_p=0.8, presence_penalty=0.5),
+    Sampling(),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("rule", EXACT)
+@pytest.mark.parametrize("vocab", [2, 3, 4], ids=["trimmed", "same", "padded"])
+def test_the_law_is_the_targets(rule, shape, vocab):
+    drafter = ModelDrafter(ToyModel.random(vocab, seed=2), shape=shape)
+    for sampling in SAMPLINGS:
+        if rule == "greedy" and not sampling.greedy:
+            continue
+        for ends in (frozenset(), frozenset({2})):
+            law = sampling.law(ends, 3)
+            request = {"max_tokens": 3, "law": law, "end_ids": ends}
+            for length in (1, 2):
+                found = speculative_law(
+                    TARGET, drafter, RULES.load(rule)(), draft_length=length, **request
+                )
+                assert distance(found, chain_law(TARGET, **request)) <= 1e-12
+
+
+class DropsUnlikely(ModelDrafter):
+    """A negative control: sampled siblings whose own q is low are dropped after the draw."""
+
+    def start(self, prompt, capacity):
+        session = super().start(prompt, capacity)
+        propose = session.propose
+
+        def biased(tokens, length, pick):
+            def siblings(q, count, depth, node):
+                drawn = pick.siblings(q, count, depth, node)
+                return [(token, law) for token, law in drawn if q[token] > 0.3]
+
+            honest = type(pick)(pick.distribution, pick.choose, siblings)
+            return propose(tokens, length, honest)
+
+        session.propose = biased
+        return session
+
+
+class ForgetsReplacement:
+    """A negative control: siblings drawn without replacement claim the law with replacement."""
+
+    name, exact, trees = "forgets", True, True
+
+    def __init__(self):
+        inner = RULES.load("rejection")()
+        self.draft, self.judge, self._siblings = inner.draft, inner.judge, inner.siblings
+
+    def siblings(self, q, *arguments):
+        return [(token, q) for token, _ in self._siblings(q, *arguments)]
+
+
+def test_negative_controls_are_caught():
+    request = {"max_tokens": 2}
+    wanted = chain_law(TARGET, **request)
+    draft = ToyModel.random(3, seed=2)
+    dropped = DropsUnlikely(draft, shape=Static((2,)))
+    rejection = RULES.load("rejection")()
+    assert distance(speculative_law(TARGET, dropped, rejection, **request), wanted) > 1e-3
+    honest = ModelDrafter(draft, shape=Static((2,)))
+    broken = speculative_law(TARGET, honest, ForgetsReplacement(), **request)
+    assert distance(broken, wanted) > 1e-3
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_trees_keep_more_than_chains_and_the_same_seed_gives_the_same_text(shape):
+    target, draft = ToyModel.random(8, seed=1), ToyModel.random(8, seed=2, sharpness=0.5)
+    engine = Engine(target, ToyTokenizer(8), drafter="none")
+    request = {"max_tokens": 200, "temperature": 1.0, "seed": 3, "draft_length": 2}
+    plain = engine.generate([1, 2], **request)
+    chain = engine.generate([1, 2], drafter=ModelDrafter(draft), **request)
+    tree = engine.generate([1, 2], drafter=ModelDrafter(draft, shape=shape), **request)
+    assert tree.token_ids == chain.token_ids == plain.token_ids
+    calls = [output.trace.summary()["target_calls"] for output in (tree, chain, plain)]
+    assert calls[0] < calls[1] < calls[2]
+
+
+def test_siblings_are_different_and_each_has_its_own_law():
+    from outrider.core.chooser import SeededChooser
+
+    q = Distribution.dense([0.5, 0.3, 0.2])
+    for name in EXACT:
+        drawn = RULES.load(name)().siblings(q, 5, SeededChooser(1), 0, 0, 0)
+        tokens = [token for token, _ in drawn]
+        assert sorted(tokens) == [0, 1, 2]
+        if name == "rejection":
+            assert drawn[0][1] is q
+            assert drawn[1][1][tokens[0]] == 0.0
+            assert drawn[2][1][tokens[2]] == 1.0
+
+
+def test_what_cannot_take_a_tree_refuses_it():
+    engine = Engine(TARGET, ToyTokenizer(3), drafter="none")
+    drafter = ModelDrafter(ToyModel.random(3, seed=2), shape=Static((2, 2)))
+    with pytest.raises(UsageError, match="block"):
+        engine.generate([0], drafter=drafter, rule="block", temperature=1.0)
+    chains_only = ToyModel.random(3, seed=1)
+    chains_only.trees = False
+    with pytest.raises(UsageError, match="chains only"):
+        Engine(chains_only, ToyTokenizer(3), drafter=drafter)
+    with pytest.raises(UsageError, match="chains only"):
+        ModelDrafter(chains_only, shape=Dynamic(8))
+
+
+def test_shapes_by_name():
+    assert parse_shape("") == Chain()
+    assert parse_shape("tree=4,2,1") == Static((4, 2, 1))
+    assert parse_shape("tree=24") == Dynamic(24)
+    for wrong in ("tree", "tree=", "tree=0", "tree=a", "bush=3", "tree=4,,1"):
+        with pytest.raises(UsageError, match="tree"):
+            parse_shape(wrong)
+    engine = Engine.load("toy:vocab=4", drafter="model:toy:vocab=4,seed=9#tree=3,2")
+    assert engine.drafter.shape == Static((3, 2))
