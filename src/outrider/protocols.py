@@ -167,13 +167,13 @@ class Pick:
         From q, the depth (0 is the first drafted position) and the node to a token and the law
         that it was drawn from; ``None`` for a deterministic choice.
     siblings
-        From q, a number of children, their depth and the first one's node to as many tokens at
-        most, each with its law.
+        From q, a number of children, their depth, the first one's node and whether some may be
+        left out afterwards to as many tokens at most, each with its law.
     """
 
     distribution: Callable[[Float[Tensor, " V"], Sequence[int]], Distribution]
     choose: Callable[[Distribution, int, int], tuple[int, Distribution | None]]
-    siblings: Callable[[Distribution, int, int, int], list[tuple[int, Distribution | None]]]
+    siblings: Callable[[Distribution, int, int, int, bool], list[tuple[int, Distribution | None]]]
 
     def __call__(
         self, logits: Float[Tensor, " V"], path: Sequence[int]
@@ -257,12 +257,20 @@ class Rule(Protocol):
         ...
 
     def siblings(
-        self, q: Distribution, count: int, chooser: Chooser, position: int, round: int, node: int
+        self,
+        q: Distribution,
+        count: int,
+        chooser: Chooser,
+        position: int,
+        round: int,
+        node: int,
+        droppable: bool,
     ) -> list[tuple[int, Distribution | None]]:
-        """At most ``count`` different tokens for the children of one node, likeliest to stand first.
+        """At most ``count`` different tokens for the children of one node, the likeliest first.
 
         The first child is node ``node`` of the proposal, the next ``node + 1``, and so on; each
-        comes with the law that it was drawn from, given the ones before it.
+        comes with the law that it was drawn from, given the ones before it. ``droppable``: the
+        drafter may leave some out for what they are, so none may be drawn for ``judge`` to test.
         """
         ...
 

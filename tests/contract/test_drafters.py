@@ -42,8 +42,8 @@ def pick_for(tokens: Sequence[int], rule: str, round_: int) -> Pick:
     return Pick(
         lambda logits, path: law(Context([*tokens, *path], 1), _widen(logits, VOCAB)),
         lambda q, depth, node: chosen.draft(q, chooser, len(tokens) - 1 + depth, round_, node),
-        lambda q, count, depth, node: chosen.siblings(
-            q, count, chooser, len(tokens) - 1 + depth, round_, node
+        lambda q, count, depth, node, droppable: chosen.siblings(
+            q, count, chooser, len(tokens) - 1 + depth, round_, node, droppable
         ),
     )
 

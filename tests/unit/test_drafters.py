@@ -30,14 +30,16 @@ def pick_by(rule, chooser, tokens: Sequence[int], law: Law | None = None) -> Pic
     return Pick(
         lambda logits, path: (law or Law())(Context([*tokens, *path], 1), logits),
         lambda q, depth, node: rule.draft(q, chooser, depth, 0, node),
-        lambda q, count, depth, node: rule.siblings(q, count, chooser, depth, 0, node),
+        lambda q, count, depth, node, droppable: rule.siblings(
+            q, count, chooser, depth, 0, node, droppable
+        ),
     )
 
 
 NEVER = Pick(
     lambda logits, path: pytest.fail("this drafter has no logits to pick from"),
     lambda q, depth, node: pytest.fail("this drafter has nothing to choose"),
-    lambda q, count, depth, node: pytest.fail("this drafter grows no tree"),
+    lambda q, count, depth, node, droppable: pytest.fail("this drafter grows no tree"),
 )
 
 

@@ -63,7 +63,7 @@ class ModelDrafter:
 
     @classmethod
     def build(cls, argument: str, setting: Setting) -> ModelDrafter:
-        """By name: ``model:PATH`` with a path or name as for a target, or ``model:PATH#tree=4,2``."""
+        """By name: ``model:PATH`` or ``model:PATH#tree=4,2``; the path is as for a target."""
         path, _, shape = argument.partition("#")
         if not path:
             raise UsageError(

@@ -13,6 +13,10 @@ __all__ = ["Chain", "Dynamic", "Shape", "Static", "parse_shape"]
 class Chain:
     """One path."""
 
+    def width_at(self, depth: int) -> int:
+        """Children of a node at a depth."""
+        return 1
+
 
 @dataclass(frozen=True, slots=True)
 class Static:
@@ -23,6 +27,10 @@ class Static:
 
     widths: tuple[int, ...]
 
+    def width_at(self, depth: int) -> int:
+        """Children of a node at a depth."""
+        return self.widths[depth] if depth < len(self.widths) else 1
+
 
 @dataclass(frozen=True, slots=True)
 class Dynamic:
@@ -30,15 +38,18 @@ class Dynamic:
 
     Each level expands the ``width`` likeliest nodes of the level before, by the product of the
     draft's probabilities along the path, into ``width`` children each; of all of them the
-    likeliest ``nodes`` are proposed. Which nodes stay depends on their own q, so they are the
-    draft's most probable tokens, never sampled ones: a sampled token that is dropped for its
-    low q would bias the rejection rule.
+    likeliest ``nodes`` are proposed. Which nodes stay depends on their own q, so the rule is
+    told that they may be dropped, and picks them without chance of their own.
 
     Source: Li et al. 2024 (arXiv 2406.16858), EAGLE-2, section 4.
     """
 
     nodes: int
     width: int = 4
+
+    def width_at(self, depth: int) -> int:
+        """Children of a node at a depth."""
+        return self.width
 
 
 Shape = Chain | Static | Dynamic

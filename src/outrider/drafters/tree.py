@@ -10,7 +10,7 @@ from torch import Tensor
 
 from outrider.core.distribution import Distribution
 from outrider.core.proposal import ROOT, Proposal
-from outrider.drafters.shape import Dynamic, Shape, Static
+from outrider.drafters.shape import Dynamic, Shape
 from outrider.protocols import Pick
 
 __all__ = ["Tree"]
@@ -39,7 +39,7 @@ class Tree:
         Parameters
         ----------
         shape
-            ``Static`` or ``Dynamic``.
+            Of the whole tree.
         depth
             Of the new level; 0 is the first drafted position.
         logits
@@ -51,12 +51,8 @@ class Tree:
         before, self._level = level, []
         for parent in before:
             q = self._pick.distribution(logits[parent - ROOT], self._path(parent))
-            if isinstance(shape, Static):
-                width = shape.widths[depth] if depth < len(shape.widths) else 1
-                children = self._pick.siblings(q, width, depth, len(self._tokens))
-            else:
-                assert isinstance(shape, Dynamic)
-                children = [(token, None) for token in q.most_probable(shape.width)]
+            width, droppable = shape.width_at(depth), isinstance(shape, Dynamic)
+            children = self._pick.siblings(q, width, depth, len(self._tokens), droppable)
             for token, law in children:
                 self._level.append(len(self._tokens))
                 self._worth.append(self._value(parent) + log(q[token]))

@@ -86,9 +86,9 @@ def play_round(s: Session) -> Played:
         return s.rule.draft(q, s.chooser, position + depth, s.round, node)
 
     def pick_siblings(
-        q: Distribution, count: int, depth: int, node: int
+        q: Distribution, count: int, depth: int, node: int, droppable: bool
     ) -> list[tuple[int, Distribution | None]]:
-        return s.rule.siblings(q, count, s.chooser, position + depth, s.round, node)
+        return s.rule.siblings(q, count, s.chooser, position + depth, s.round, node, droppable)
 
     started = perf_counter()
     pick = Pick(pick_law, pick_token, pick_siblings)

@@ -45,9 +45,18 @@ class Block:
         return chooser.draw(q, Place(position, "draft", round, node)), q
 
     def siblings(
-        self, q: Distribution, count: int, chooser: Chooser, position: int, round: int, node: int
+        self,
+        q: Distribution,
+        count: int,
+        chooser: Chooser,
+        position: int,
+        round: int,
+        node: int,
+        droppable: bool,
     ) -> list[tuple[int, Distribution | None]]:
-        """One draw: block verification judges chains."""
+        """One draw, since block verification judges chains; the likeliest if it may be dropped."""
+        if droppable:
+            return [(q.argmax(), None)][:count]
         return [self.draft(q, chooser, position, round, node)][:count]
 
     def judge(

@@ -36,7 +36,14 @@ class Coupled:
         return chooser.draw(q, Place(position, "target")), None
 
     def siblings(
-        self, q: Distribution, count: int, chooser: Chooser, position: int, round: int, node: int
+        self,
+        q: Distribution,
+        count: int,
+        chooser: Chooser,
+        position: int,
+        round: int,
+        node: int,
+        droppable: bool,
     ) -> list[tuple[int, Distribution | None]]:
         """q's winner on the target's noise, then its most probable other tokens."""
         winner, _ = self.draft(q, chooser, position, round, node)

@@ -30,7 +30,14 @@ class Greedy:
         return q.argmax(), None
 
     def siblings(
-        self, q: Distribution, count: int, chooser: Chooser, position: int, round: int, node: int
+        self,
+        q: Distribution,
+        count: int,
+        chooser: Chooser,
+        position: int,
+        round: int,
+        node: int,
+        droppable: bool,
     ) -> list[tuple[int, Distribution | None]]:
         """The draft's most probable tokens, chosen deterministically."""
         return [(token, None) for token in q.most_probable(count)]

@@ -37,9 +37,22 @@ class Rejection:
         return chooser.draw(q, Place(position, "draft", round, node)), q
 
     def siblings(
-        self, q: Distribution, count: int, chooser: Chooser, position: int, round: int, node: int
+        self,
+        q: Distribution,
+        count: int,
+        chooser: Chooser,
+        position: int,
+        round: int,
+        node: int,
+        droppable: bool,
     ) -> list[tuple[int, Distribution | None]]:
-        """Draws from q without replacement, each with the law that was left to draw it from."""
+        """Draws from q without replacement, each with the law that was left to draw it from.
+
+        Where some may be left out, the most probable tokens instead: leaving out a drawn one
+        for its low q would bias the rule.
+        """
+        if droppable:
+            return [(token, None) for token in q.most_probable(count)]
         drawn: list[tuple[int, Distribution | None]] = []
         left: Distribution | None = q
         while left is not None and len(drawn) < count:
