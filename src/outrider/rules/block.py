@@ -55,9 +55,10 @@ class Block:
         droppable: bool,
     ) -> list[tuple[int, Distribution | None]]:
         """One draw, since block verification judges chains; the likeliest if it may be dropped."""
-        if droppable:
-            return [(q.argmax(), None)][:count]
-        return [self.draft(q, chooser, position, round, node)][:count]
+        chosen: tuple[int, Distribution | None] = (q.argmax(), None)
+        if not droppable:
+            chosen = self.draft(q, chooser, position, round, node)
+        return [chosen][:count]
 
     def judge(
         self, target: Target, proposal: Proposal, chooser: Chooser, position: int, round: int
