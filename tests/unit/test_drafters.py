@@ -88,13 +88,13 @@ def test_script_by_name():
     [
         ([1, 2, 3, 9, 1, 2], 2, [3, 9]),
         ([1, 2, 3, 9, 1, 2], 1, [3]),
-        ([1, 2, 3, 9, 1, 2], 9, [3, 9, 1, 2, 3, 9, 1, 2, 3]),  # past the end: what was copied
+        ([1, 2, 3, 9, 1, 2], 9, [3, 9, 1, 2, 3, 9, 1, 2]),  # past the end; 4 for each matched
         ([1, 2, 7, 1, 2, 8, 1, 2], 1, [8]),  # of two occurrences the later
         ([5, 1, 2, 7, 6, 1, 2, 8, 5, 1, 2], 1, [7]),  # of two lengths the longer match
         ([1, 2, 3, 4], 4, []),  # nothing repeats
-        ([1, 2, 1], 4, []),  # a match of one token is too short
+        ([1, 2, 1], 4, [2, 1, 2, 1]),
         ([4, 4, 4], 4, [4, 4, 4, 4]),
-        ([4, 4], 4, []),
+        ([4, 4], 9, [4, 4, 4, 4]),
         ([4], 4, []),
         ([], 4, []),
         ([1, 2, 3, 9, 1, 2], 0, []),
@@ -114,13 +114,13 @@ def test_ngram_sizes():
             NgramDrafter(longest, shortest)
 
 
-def _by_searching(tokens: list[int], length: int, longest: int = 5, shortest: int = 2) -> list[int]:
+def _by_searching(tokens: list[int], length: int, longest: int = 5, shortest: int = 1) -> list[int]:
     """Prompt lookup as its definition reads, by search from the end."""
     for size in range(min(longest, len(tokens) - 1), shortest - 1, -1):
         for start in range(len(tokens) - size - 1, -1, -1):
             if tokens[start : start + size] == tokens[-size:]:
                 text = list(tokens)
-                for i in range(length):
+                for i in range(min(length, 4 * size)):
                     text.append(text[start + size + i])
                 return text[len(tokens) :]
     return []

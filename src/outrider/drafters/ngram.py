@@ -12,11 +12,15 @@ from outrider.registry import refuse_argument
 __all__ = ["NgramDrafter"]
 
 
+_TOKENS_FOR_EACH_MATCHED = 4
+
+
 class NgramDrafter:
     """Copies the continuation of the longest suffix that occurred before.
 
     The last n tokens, for the largest n up to ``longest``, are looked up in prompt and output;
-    of several occurrences the most recent wins. Costs next to nothing and needs no model, and
+    of several occurrences the most recent wins. A short match is weak evidence, so at most 4 n
+    tokens are proposed. Costs next to nothing and needs no model, and
     it pays where output repeats input: editing, extraction, summaries with quotes, code.
 
     Parameters
@@ -43,7 +47,7 @@ class NgramDrafter:
     name = "ngram"
     trees = False
 
-    def __init__(self, longest: int = 5, shortest: int = 2, default_length: int = 8) -> None:
+    def __init__(self, longest: int = 5, shortest: int = 1, default_length: int = 12) -> None:
         if not 1 <= shortest <= longest:
             raise SamplingError(
                 f"An n-gram match must have at least 1 token; got {shortest} to {longest}."
@@ -93,6 +97,7 @@ class _NgramSession:
         for size in self._sizes:
             before = self._after.get(tuple(tokens[-size:]), (0, None))[1]
             if before is not None and size < len(tokens):
+                length = min(length, _TOKENS_FOR_EACH_MATCHED * size)
                 return Proposal.chain(_continue(self._tokens, before, length))
         return Proposal()
 
