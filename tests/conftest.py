@@ -39,6 +39,15 @@ def _two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For small models: threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def smollm():
     """The default model's engine; fetched, and checked, on first use."""

@@ -22,6 +22,8 @@ BUILDERS = {
     "hf": {family: lambda family=family: shared(family) for family in FAMILIES}
     | {"llama, same numbers": lambda: HFModel(new_module("llama"), same_numbers=True)},
 }
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TEXT = some_tokens(40)
 OTHER = some_tokens(40, seed=1)
 

@@ -1,4 +1,4 @@
-"""Invariant I2 on small models loaded the way that is to keep it: equal bits, whatever the block."""
+"""Invariant I2 on small models loaded so as to keep it: equal bits, whatever the block."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from outrider.errors import OutriderError
 
 __all__ = ["app", "main"]
 
-_COMMANDS = ("generate", "chat", "demo", "models")
+_COMMANDS = ("generate", "chat", "demo", "audit", "models")
 
 
 class _Lazy(TyperGroup):

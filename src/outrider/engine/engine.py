@@ -357,11 +357,10 @@ def _adopt(model: Any, tokenizer: Any) -> tuple[Model, Tokenizer | None]:
     return model, tokenizer
 
 
-def _drafter_class(text: str) -> tuple[type[Drafter], str]:
+def _drafter_class(text: str) -> tuple[Any, str]:
     """From ``name:argument`` to the drafter's class and the argument."""
     name, _, argument = ("ngram" if text == "auto" else text).partition(":")
-    found: type[Drafter] = DRAFTERS.load(name)
-    return found, argument
+    return DRAFTERS.load(name), argument
 
 
 def _sampling(values: Mapping[str, Any]) -> Sampling:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import sys
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any, Literal
 
 import torch
@@ -11,8 +14,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import (
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
     GenerateDecoderOnlyOutput,
     GenerationConfig,
+    GenerationMixin,
+    PrefixConstrainedLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SynthIDTextWatermarkLogitsProcessor,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
@@ -26,6 +35,7 @@ from outrider.protocols import Drafter, Rule
 
 __all__ = ["transformers_generate"]
 
+_GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 _UNDERSTOOD = {
     "attention_mask", "cache", "logits_to_keep", "position_ids", "token_type_ids", "use_cache",
 }  # fmt: skip
@@ -40,12 +50,14 @@ def transformers_generate(
     drafter: str | Drafter | PreTrainedModel = "auto",
     rule: str | Rule = "auto",
     draft_length: int | Literal["auto"] = "auto",
+    streamer: Any = None,
     **model_kwargs: Any,
 ) -> GenerateDecoderOnlyOutput | Int[Tensor, "batch longer"]:
     """For ``model.generate(**inputs, custom_generate=outrider.transformers_generate)``.
 
     Every setting of ``generate`` keeps its meaning: its processors make p, its stopping
-    criteria are asked after each single token, its streamer gets each token. The law of the
+    criteria are asked after each single token, its streamer gets each token. Processors must be
+    functions of what they are given, since they are called for drafts too. The law of the
     output is that of plain ``generate``; at ``do_sample=False`` the ids are the same, up to
     near-ties of the model's own arithmetic. With sampling the seed is drawn from torch's
     generator, so ``torch.manual_seed`` fixes the output.
@@ -55,19 +67,22 @@ def transformers_generate(
     drafter, rule, draft_length
         As in ``outrider.Engine``; a transformers model with the same tokenizer may stand for a
         drafter.
+    streamer
+        By default the one that ``generate`` was called with.
 
     Returns
     -------
     Tensor or GenerateDecoderOnlyOutput
         What ``generate`` returns: sequences padded on the right, or with
         ``return_dict_in_generate`` also ``scores`` and ``logits`` where asked for (one prompt
-        at a time). Several prompts are run one after the other.
+        at a time). Several prompts are run one after the other, and what ends early is padded.
 
     Raises
     ------
     UsageError
         When a setting cannot be honoured: beams, contrastive or guided decoding, attentions or
-        hidden states in the output, a cache that already holds tokens, inputs besides text.
+        hidden states in the output, SynthID watermarks, a cache that already holds tokens, inputs
+        besides text.
 
     Example
     -------
@@ -80,8 +95,7 @@ def transformers_generate(
     torch.Size([1, 6])
     """
     _refuse_what_cannot_be_kept(generation_config, logits_processor, model_kwargs)
-    # transformers hands a callable neither its streamer nor a way to ask for it.
-    streamer = sys._getframe(1).f_locals.get("streamer")
+    streamer = _streamer_of_generate() if streamer is None else streamer
     engine = Engine(model, drafter=drafter, rule=rule, draft_length=draft_length)
     wants_rows = generation_config.return_dict_in_generate and (
         generation_config.output_scores or generation_config.output_logits
@@ -94,7 +108,8 @@ def transformers_generate(
     mask = model_kwargs.get("attention_mask")
     rows: list[Tensor] = []
     for i, row in enumerate(input_ids):
-        run = _Row(engine, row, None if mask is None else mask[i], logits_processor)
+        own = _for_row(logits_processor, i, len(input_ids))
+        run = _Row(engine, row, None if mask is None else mask[i], own)
         rows.append(run.generate(generation_config, stopping_criteria, streamer))
     if streamer is not None:
         streamer.end()
@@ -110,6 +125,14 @@ def transformers_generate(
         scores=tuple(run.scores) if generation_config.output_scores else None,
         logits=tuple(run.logits) if generation_config.output_logits else None,
     )
+
+
+def _streamer_of_generate() -> Any:
+    """transformers 5.24 hands a callable neither its streamer nor a way to ask for it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _GENERATE:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals.get("streamer")
 
 
 class _Row:
@@ -172,8 +195,10 @@ class _Row:
                 streamer.put(torch.tensor([piece.token_id]))
         for step, logits in enumerate(generation.logits):
             context = Context([*self._prompt, *self.token_ids[:step]], len(self._prompt))
-            self.logits.append(logits.float()[None])
-            self.scores.append(self._process(context, logits.float())[None])
+            # A copy: rows made in inference mode are of no use to autograd.
+            row = logits.to(torch.float32, copy=True)
+            self.logits.append(row[None])
+            self.scores.append(self._process(context, row)[None])
         new = torch.tensor(self.token_ids, dtype=self._padded.dtype, device=self._padded.device)
         return torch.cat([self._padded, new])
 
@@ -192,6 +217,28 @@ class _Row:
         return ""
 
 
+def _for_row(processors: LogitsProcessorList, row: int, rows: int) -> LogitsProcessorList:
+    """For one row of a batch: some processors hold something for each of its rows."""
+
+    def own(processor: Any) -> Any:
+        one = copy.copy(processor)
+        match one:
+            case RepetitionPenaltyLogitsProcessor(prompt_ignore_length=Tensor() as lengths):
+                one.prompt_ignore_length = lengths[row : row + 1]
+            case EncoderRepetitionPenaltyLogitsProcessor(encoder_input_ids=prompts):
+                one.encoder_input_ids = prompts[row * len(prompts) // rows][None]
+            case EncoderNoRepeatNGramLogitsProcessor(generated_ngrams=ngrams):
+                one.generated_ngrams, one.batch_size = [ngrams[row * len(ngrams) // rows]], 1
+            case PrefixConstrainedLogitsProcessor(_prefix_allowed_tokens_fn=f, _num_beams=beams):
+                one._prefix_allowed_tokens_fn = lambda _, ids: f(row // beams, ids)
+                one._num_beams = 1
+            case _:
+                return processor
+        return one
+
+    return LogitsProcessorList(own(processor) for processor in processors)
+
+
 def _refuse_what_cannot_be_kept(
     config: GenerationConfig, processors: Sequence[Any], model_kwargs: dict[str, Any]
 ) -> None:
@@ -200,6 +247,11 @@ def _refuse_what_cannot_be_kept(
         "penalty_alpha": bool(config.penalty_alpha),
         "guidance_scale": any(
             isinstance(p, UnbatchedClassifierFreeGuidanceLogitsProcessor) for p in processors
+        ),
+        "watermarking_config": any(
+            # It counts its own calls, and here it is called for drafts too.
+            isinstance(p, SynthIDTextWatermarkLogitsProcessor)
+            for p in processors
         ),
         "output_attentions": bool(config.output_attentions),
         "output_hidden_states": bool(config.output_hidden_states),

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.masking_utils import sdpa_mask
 
-__all__ = ["KEY_STEP", "NAME", "visible_keys"]
+__all__ = ["KEY_STEP", "NAME", "fold", "visible_keys"]
 
 NAME = "outrider_rows"
 KEY_STEP = 512
@@ -56,11 +56,17 @@ def _rows_attention(
 def _rows_mask(
     *args: Any, dtype: torch.dtype, config: PreTrainedConfig, **kwargs: Any
 ) -> Float[Tensor, "1 1 group_rows C"]:
-    """Made once a pass: zeros where a row sees a key, minus infinity where not."""
-    seen = sdpa_mask(*args, **(kwargs | {"allow_is_causal_skip": False}))
+    """Made once a pass, and used by every layer."""
+    return fold(sdpa_mask(*args, **(kwargs | {"allow_is_causal_skip": False})), dtype, config)
+
+
+def fold(
+    seen: Bool[Tensor, "1 1 n C"], dtype: torch.dtype, config: PreTrainedConfig
+) -> Float[Tensor, "1 1 group_rows C"]:
+    """The mask in this attention's layout: 0 where a row sees a key, minus infinity where not."""
     n = seen.shape[2]
     # A padding row sees every key: a row that saw none would be NaN.
-    mask = seen.new_zeros((1, 1, _whole_steps(n), seen.shape[3]), dtype=dtype)
+    mask: Tensor = seen.new_zeros((1, 1, _whole_steps(n), seen.shape[3]), dtype=dtype)
     mask[:, :, :n].masked_fill_(~seen, -torch.inf)
     heads = config.num_attention_heads
     return mask.repeat(1, 1, heads // (getattr(config, "num_key_value_heads", None) or heads), 1)

@@ -56,8 +56,6 @@ class HFModel:
         When the module is not a decoder-only language model with a cache of transformers' kind.
     """
 
-    trees = False
-
     def __init__(
         self,
         module: Any,
@@ -91,9 +89,21 @@ class HFModel:
             module.set_attn_implementation(attention.NAME)
             self.row_step = row_step(module)
         with _evaluating(module):
+            # Some decoders say False too, so it is a reason to look and no more.
+            if getattr(text, "is_decoder", None) is False and _looks_ahead(module):
+                raise ModelError(
+                    f"{type(module).__name__} is set up as an encoder: it reads ahead.",
+                    hint="Give a causal language model; of this family, one with is_decoder=true.",
+                )
             self._continues = self.rollback != "snapshot" or continues_from_state(module)
         self._trims_logits = "logits_to_keep" in accepted
         self._takes_positions = "position_ids" in accepted
+        # A branch needs a mask of its own, and a cache that its rows can be picked out of.
+        self.trees = (
+            HFCache(text).is_plain
+            and self._takes_positions
+            and text._attn_implementation in (attention.NAME, "sdpa", "eager")
+        )
 
     @property
     def device(self) -> torch.device:
@@ -120,26 +130,33 @@ class HFModel:
     def score(
         self, cache: HFCache, tokens: Sequence[int], proposal: Proposal
     ) -> Float[Tensor, "rows V"]:
-        """Logits after the last of ``tokens`` and after each node of a chain."""
-        if not proposal.is_chain:
+        """Logits after the last of ``tokens`` and after each node of a tree, in one pass.
+
+        A chain's rows are the same bits in any pass, where ``row_step`` is set. A tree's agree
+        with them to rounding: the gaps between a path's keys change the order of sums.
+        """
+        branches = None if proposal.is_chain else proposal
+        if branches is not None and not self.trees:
             raise ProposalError(
-                "This runtime scores chains; a tree with branches was proposed.",
+                f"'{self.name}' scores chains; a tree with branches was proposed.",
                 hint="Use a drafter that proposes chains.",
             )
         if len(proposal):
             cache.save()
-        return self._forward(cache, [*tokens, *proposal.tokens], 1 + len(proposal))
+        return self._forward(cache, [*tokens, *proposal.tokens], 1 + len(proposal), branches)
 
     @torch.inference_mode()
     def _forward(
-        self, cache: HFCache, ids: Sequence[int], wanted: int
+        self, cache: HFCache, ids: Sequence[int], wanted: int, tree: Proposal | None = None
     ) -> Float[Tensor, "wanted V"]:
         with _evaluating(self.module):
             if self._continues or not cache.length:
-                return self._pass(cache, ids, wanted)
+                return self._pass(cache, ids, wanted, tree)
             return torch.cat([self._pass(cache, [token], 1) for token in ids])[-wanted:]
 
-    def _pass(self, cache: HFCache, ids: Sequence[int], wanted: int) -> Float[Tensor, "wanted V"]:
+    def _pass(
+        self, cache: HFCache, ids: Sequence[int], wanted: int, tree: Proposal | None = None
+    ) -> Float[Tensor, "wanted V"]:
         step = (self.row_step or 1) if cache.is_plain else 1
         pad = -len(ids) % step
         n = len(ids) + pad
@@ -150,6 +167,11 @@ class HFModel:
         }
         if self._takes_positions:
             positions = torch.arange(cache.length, cache.length + n, device=self.device)
+            if tree is not None:
+                before = len(ids) - len(tree)
+                depths = torch.tensor([len(tree.path(node)) for node in range(len(tree))])
+                positions[before : len(ids)] = (positions[before] - 1 + depths).to(self.device)
+                inputs["attention_mask"] = self._tree_mask(cache, before, tree, n)
             # A padding row must not look up a position that the model does not have.
             last = max(self.context_length, cache.length + len(ids)) - 1
             inputs["position_ids"] = positions.clamp(max=last)[None]
@@ -161,6 +183,25 @@ class HFModel:
         cache.fed(len(ids))
         end = len(logits) - pad
         return logits[end - wanted : end, : self.vocab_size]
+
+
+    def _tree_mask(
+        self, cache: HFCache, before: int, tree: Proposal, n: int
+    ) -> Float[Tensor, "1 1 rows C"]:
+        """Each node sees the context and its own path; the ``before`` tokens are a chain."""
+        start = cache.length
+        seen = torch.zeros(n, cache.shown(start + n), dtype=torch.bool)
+        seen[:, :start] = True
+        seen[:, start : start + n] = torch.ones(n, n, dtype=torch.bool).tril()
+        nodes = slice(start + before, start + n)
+        for node in range(len(tree)):
+            seen[before + node, nodes] = False
+            seen[before + node, [start + before + step for step in tree.path(node)]] = True
+        mask = seen[None, None].to(self.device)
+        if self.config._attn_implementation == attention.NAME:
+            return attention.fold(mask, self.module.dtype, self.config)
+        hidden = torch.finfo(self.module.dtype).min
+        return torch.zeros_like(mask, dtype=self.module.dtype).masked_fill_(~mask, hidden)
 
 
 @contextmanager
@@ -176,6 +217,15 @@ def _evaluating(module: Any) -> Iterator[None]:
     finally:
         for part in training:
             part.training = True
+
+
+@torch.inference_mode()
+def _looks_ahead(module: Any) -> bool:
+    device = module.get_input_embeddings().weight.device
+    one, other = (
+        module(torch.tensor([ids], device=device)).logits[0, 0] for ids in ((0, 1), (0, 2))
+    )
+    return not torch.equal(one, other)
 
 
 def _can_switch_attention(module: Any) -> bool:
@@ -282,8 +332,14 @@ def _from_pretrained(source: str | Path, dtype: torch.dtype) -> tuple[Any, Any]:
 def _whole_module(source: str | Path, **options: Any) -> Any:
     """A model none of whose weights transformers had to make up."""
     module, found = transformers.AutoModelForCausalLM.from_pretrained(
-        source, trust_remote_code=False, output_loading_info=True, **options
+        source,
+        trust_remote_code=False,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # told below, by name
+        **options,
     )
+    for name, stored, expected in sorted(found["mismatched_keys"]):
+        raise ValueError(f"tensor '{name}' is {list(stored)}; {list(expected)} was expected.")
     if missing := sorted(found["missing_keys"]):
         raise ValueError(
             f"it lacks {len(missing)} of {len(module.state_dict())} tensors, first '{missing[0]}'."

@@ -17,7 +17,7 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
-from outrider.errors import ModelError, RollbackError
+from outrider.errors import RollbackError
 from outrider.protocols import Rollback
 
 __all__ = ["GrowingLayer", "HFCache", "continues_from_state", "rollback_of"]
@@ -37,6 +37,10 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         From the number of keys there are to the number that attention is shown; those beyond
         the length are zero or stale, and masked.
     """
+
+    keys: Tensor
+    values: Tensor
+    is_initialized: bool
 
     def __init__(self, visible: Callable[[int], int]) -> None:
         super().__init__()
@@ -85,6 +89,14 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         """Take rows back: transformers' convention is a negative count."""
         self.length -= abs(tokens_to_remove)
 
+    @torch.inference_mode()
+    def compact(self, base: int, path: Sequence[int]) -> None:
+        """Move the rows ``base + node`` for the nodes of a path to ``base`` and on, in order."""
+        rows = torch.tensor([base + node for node in path], device=self.keys.device)
+        kept = slice(base, base + len(path))
+        self.keys[..., kept, :] = self.keys[..., rows, :]
+        self.values[..., kept, :] = self.values[..., rows, :]
+
     def __deepcopy__(self, memo: dict[int, Any]) -> GrowingLayer:
         # A snapshot needs the length alone: later passes write behind it, or what they wrote
         # is written again.
@@ -127,8 +139,10 @@ def continues_from_state(module: Any) -> bool:
     for kind in ("conv_states", "recurrent_states"):
         cache = DynamicCache(config=module.config)
         module(input_ids=token, cache=cache, use_cache=True)
-        layers = [getattr(layer, kind, {}).values() for layer in cache.layers]
-        held = [[state for state in states if state is not None] for states in layers]
+        held: list[list[Tensor]] = [
+            [state for state in getattr(layer, kind, {}).values() if state is not None]
+            for layer in cache.layers
+        ]
         last = next((states for states in reversed(held) if states), [])
         for state in last:
             state.fill_(torch.nan)
@@ -177,18 +191,7 @@ class HFCache:
         self._saved: tuple[int, list[Any]] | None = None
 
     def fed(self, tokens: int) -> None:
-        """Note that a pass wrote this many tokens.
-
-        Raises
-        ------
-        ModelError
-            When it wrote nothing.
-        """
-        if not self.length and self.kind == "length" and not self.layers.get_seq_length():
-            raise ModelError(
-                "The model keeps no cache, so it is not a causal language model.",
-                hint="Of a family with both kinds, such as BERT, give one with is_decoder=True.",
-            )
+        """Note that a pass wrote this many tokens."""
         self.length += tokens
 
     def save(self) -> None:
@@ -202,13 +205,24 @@ class HFCache:
             self._crop(0)
 
     def keep(self, base: int, path: Sequence[int]) -> None:
-        """Keep ``base`` tokens and a path of the nodes behind them, which must be a chain."""
+        """Keep ``base`` tokens and a path of the nodes behind them, moved up to close the gaps.
+
+        Only the rows of the path are moved; a chain's are in place already.
+        """
         if list(path) != list(range(len(path))):
-            raise RollbackError(
-                f"This cache keeps chains only; the accepted path has nodes {list(path)}.",
-                hint="Use a drafter that proposes chains.",
-            )
+            if not self.is_plain:
+                raise RollbackError(
+                    f"This cache keeps chains only; the accepted path has nodes {list(path)}.",
+                    hint="Use a drafter that proposes chains.",
+                )
+            for layer in self.layers.layers:
+                if isinstance(layer, GrowingLayer):
+                    layer.compact(base, path)
         self.rollback(base + len(path))
+
+    def shown(self, length: int) -> int:
+        """Keys that attention is shown when ``length`` are there."""
+        return self._visible(length)
 
     def rollback(self, length: int) -> None:
         """Forget all but the first ``length`` tokens, or fewer where the state is gone."""

@@ -1,0 +1,278 @@
+"""Exact laws of whole outputs: of the production code, by enumeration, and of the chain rule."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from outrider.core.chooser import Chooser, enumerate_outcomes
+from outrider.core.processors import Context, Law, Sampling
+from outrider.engine.engine import Engine
+from outrider.engine.generation import Generation
+from outrider.engine.round import Session
+from outrider.engine.transcript import Transcript
+from outrider.errors import UsageError
+from outrider.models.toy import ToyModel
+from outrider.policies.fixed import Fixed
+from outrider.protocols import Drafter, Policy, Rule
+
+__all__ = [
+    "LIMIT",
+    "TOLERANCE",
+    "ExactReport",
+    "Outputs",
+    "audit_exact",
+    "chain_law",
+    "exact_law",
+    "largest_difference",
+]
+
+Outputs = dict[tuple[int, ...], float]
+"""The probability of each whole output."""
+
+TOLERANCE = 1e-12
+"""Largest absolute difference of two probabilities that counts as rounding (float64)."""
+
+LIMIT = 256
+"""Most possible outputs, vocabulary ** max_tokens, that ``audit_exact`` walks."""
+
+
+def exact_law(
+    target: ToyModel,
+    drafter: Drafter,
+    rule: Rule,
+    *,
+    max_tokens: int,
+    draft_length: int = 2,
+    law: Law | None = None,
+    end_ids: frozenset[int] = frozenset(),
+    prompt: Sequence[int] = (0,),
+    policy: Callable[[], Policy] | None = None,
+    on_course: Callable[[], None] | None = None,
+) -> Outputs:
+    """The law of the production code's output, every course of chance walked.
+
+    Parameters
+    ----------
+    target, drafter, rule
+        The configuration; all its chance must come from the chooser.
+    max_tokens, end_ids
+        Where an output ends.
+    draft_length, policy
+        A fixed draft length, or what makes a policy for each course.
+    law
+        From logits to p; by default nothing lies between them.
+    prompt
+        Token ids before the output.
+    on_course
+        Called once for each course.
+
+    Raises
+    ------
+    AssertionError
+        When noise is used twice at one place.
+
+    Example
+    -------
+    >>> from outrider.drafters.script import ScriptDrafter
+    >>> from outrider.rules.rejection import Rejection
+    >>> target = ToyModel.random(2, seed=1)
+    >>> made = exact_law(target, ScriptDrafter([1, 1]), Rejection(), max_tokens=2)
+    >>> largest_difference(made, chain_law(target, max_tokens=2)) <= TOLERANCE
+    True
+    """
+
+    def program(chooser: Chooser) -> tuple[int, ...]:
+        limit = len(prompt) + max_tokens
+        session = Session(
+            model=target,
+            cache=target.new_cache(limit),
+            draft=drafter.start(prompt, limit),
+            rule=rule,
+            policy=policy() if policy else Fixed(draft_length),
+            law=law or Law(),
+            chooser=chooser,
+            tokens=list(prompt),
+            prompt_length=len(prompt),
+            limit=limit,
+        )
+        ending = Transcript(None, max_tokens=max_tokens, eos_token_ids=end_ids)
+        return tuple(Generation(session, ending).output.token_ids)
+
+    outputs: Outputs = defaultdict(float)
+    for output, weight in enumerate_outcomes(program):
+        outputs[output] += weight
+        if on_course:
+            on_course()
+    return dict(outputs)
+
+
+def chain_law(
+    target: ToyModel,
+    *,
+    max_tokens: int,
+    law: Law | None = None,
+    end_ids: frozenset[int] = frozenset(),
+    prompt: Sequence[int] = (0,),
+) -> Outputs:
+    """The law of plain decoding, straight from the chain rule, without the engine's loop.
+
+    P(x_1 ... x_n) = prod_i p(x_i | prompt, x_1 ... x_{i-1}), down to an end token or to
+    ``max_tokens``. Parameters as in ``exact_law``.
+    """
+    law = law or Law()
+    outputs: Outputs = {}
+
+    def grow(output: tuple[int, ...], weight: float) -> None:
+        if len(output) == max_tokens or (output and output[-1] in end_ids):
+            outputs[output] = outputs.get(output, 0.0) + weight
+            return
+        tokens = [*prompt, *output]
+        logits = torch.log(torch.from_numpy(target.next(tokens)))
+        p = law(Context(tokens, len(prompt)), logits).to_dense()
+        for token, probability in enumerate(p):
+            if probability > 0:
+                grow((*output, token), weight * float(probability))
+
+    grow((), 1.0)
+    return outputs
+
+
+def largest_difference(a: Outputs, b: Outputs) -> float:
+    """Largest absolute difference of the probabilities of one output.
+
+    >>> largest_difference({(0,): 1.0}, {(0,): 0.75, (1,): 0.25})
+    0.25
+    """
+    return max(abs(a.get(o, 0.0) - b.get(o, 0.0)) for o in {*a, *b})
+
+
+@dataclass(frozen=True, slots=True)
+class ExactReport:
+    """What enumeration found.
+
+    Parameters
+    ----------
+    verdict
+        ``consistent`` if the laws differ nowhere by more than ``TOLERANCE``.
+    largest_difference, total_variation
+        Of the two laws of whole outputs; ``None`` if the walk broke off.
+    courses
+        Courses of chance that were walked, over all prompts.
+    outputs
+        Different outputs with a positive probability, over all prompts.
+    worst
+        The output whose probabilities differ most: its prompt's number, tokens, and
+        probabilities in plain decoding and in the configuration.
+    broken
+        Why the walk broke off, if it did: noise was used twice.
+    """
+
+    verdict: Literal["consistent", "different"]
+    largest_difference: float | None
+    total_variation: float | None
+    courses: int
+    outputs: int
+    worst: tuple[int, tuple[int, ...], float, float] | None = None
+    broken: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain data."""
+        worst = None
+        if self.worst:
+            names = ("prompt", "token_ids", "plain_probability", "speculative_probability")
+            worst = dict(zip(names, self.worst, strict=True))
+        return {
+            "method": "enumeration",
+            "verdict": self.verdict,
+            "largest_difference": self.largest_difference,
+            "total_variation": self.total_variation,
+            "tolerance": TOLERANCE,
+            "courses": self.courses,
+            "outputs": self.outputs,
+            "worst": worst,
+            "broken": self.broken,
+        }
+
+
+def audit_exact(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_tokens: int,
+    sampling: Sampling,
+    stop_token_ids: Sequence[int] = (),
+) -> ExactReport:
+    """Compare the exact law of an engine's configuration with the chain rule's.
+
+    Parameters
+    ----------
+    engine
+        With a toy target; its drafter, rule and draft length are audited.
+    prompts
+        Token ids.
+    max_tokens, sampling, stop_token_ids
+        The request.
+
+    Raises
+    ------
+    UsageError
+        When the target is not a toy, or when it has more than ``LIMIT`` possible outputs.
+    """
+    target = engine.model
+    if not isinstance(target, ToyModel):
+        raise UsageError(f"Only a toy model's law can be walked; '{target.name}' is none.")
+    size = target.vocab_size**max_tokens
+    if size > LIMIT:
+        raise UsageError(
+            f"{target.vocab_size} tokens and --max-tokens {max_tokens} make {size} outputs; at "
+            f"most {LIMIT} are walked.",
+            hint="Use a smaller vocabulary or fewer tokens, or draw samples with --sampled.",
+        )
+    rule = engine.make_rule(sampling)
+    eos = engine.tokenizer.eos_token_ids if engine.tokenizer else frozenset()
+    ends = eos | frozenset(stop_token_ids)
+    law = sampling.law(ends, target.vocab_size)
+    courses = outputs = 0
+    variations: list[float] = []
+    worst: tuple[int, tuple[int, ...], float, float] | None = None
+
+    def count() -> None:
+        nonlocal courses
+        courses += 1
+
+    for number, prompt in enumerate(prompts):
+        wanted = chain_law(target, max_tokens=max_tokens, law=law, end_ids=ends, prompt=prompt)
+        try:
+            made = exact_law(
+                target,
+                engine.drafter,
+                rule,
+                max_tokens=max_tokens,
+                law=law,
+                end_ids=ends,
+                prompt=prompt,
+                policy=engine.make_policy,
+                on_course=count,
+            )
+        except AssertionError as error:
+            return ExactReport("different", None, None, courses, outputs, broken=str(error))
+        outputs += len(wanted)
+        gaps = {o: abs(made.get(o, 0.0) - wanted.get(o, 0.0)) for o in {*made, *wanted}}
+        variations.append(sum(gaps.values()) / 2)
+        most = max(gaps, key=lambda output: gaps[output])
+        if worst is None or gaps[most] > abs(worst[3] - worst[2]):
+            worst = (number, most, wanted.get(most, 0.0), made.get(most, 0.0))
+    difference = abs(worst[3] - worst[2]) if worst else 0.0
+    return ExactReport(
+        "consistent" if difference <= TOLERANCE else "different",
+        difference,
+        max(variations, default=0.0),
+        courses,
+        outputs,
+        worst,
+    )

@@ -1,0 +1,121 @@
+"""``outrider audit`` as a user meets it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from outrider.cli.main import main
+from outrider.registry import RULES
+
+TOY = ["audit", "--target", "toy:vocab=4,seed=3", "--drafter", "model:toy:vocab=4,seed=9"]
+SAMPLED = [*TOY, "--sampled", "--seed", "1", "-n", "2", "-k", "2"]
+HERE = "tests.unit.test_audit"
+
+
+def run(capsys, *arguments):
+    with pytest.raises(SystemExit) as left:
+        main(list(arguments))
+    found = capsys.readouterr()
+    return left.value.code, found.out, found.err
+
+
+@pytest.fixture
+def rules(monkeypatch):
+    """Two rules that are wrong on purpose, and one that says so, in the table of rules."""
+    entries = RULES._entries()
+    monkeypatch.setitem(entries, "wrong", "tests.contract.test_exact_laws:NoResidual")
+    monkeypatch.setitem(entries, "shared", f"{HERE}:SharedNoise")
+    monkeypatch.setitem(entries, "inexact", "tests.e2e.test_audit_cli:Inexact")
+
+
+class Inexact(RULES.load("rejection")):
+    name = "inexact"
+    exact = False
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block", "coupled"])
+def test_a_toy_is_walked(capsys, rule):
+    code, out, _ = run(capsys, *TOY, "--rule", rule, "-n", "2", "--json")
+    result = json.loads(out)
+    assert (code, result["verdict"], result["method"]) == (0, "consistent", "enumeration")
+    assert result["largest_difference"] <= 1e-12
+    assert result["courses"] > 16 == result["outputs"]
+    assert result["rule"] == rule
+    assert result["drafter"] == "model"
+
+
+def test_the_sentence_says_what_was_tested_and_what_was_not(capsys):
+    code, out, _ = run(capsys, *TOY, "--rule", "rejection", "-n", "2")
+    assert code == 0
+    assert out.startswith("Consistent: all ")
+    assert "courses of chance were walked" in out
+    assert "not tested" in out
+
+
+@pytest.mark.parametrize(
+    ("rule", "how"),
+    [
+        ("wrong", []),
+        ("shared", []),
+        ("wrong", ["--sampled", "--samples", "1500", "--seed", "2"]),
+    ],
+)
+def test_a_wrong_rule_is_different(capsys, rules, rule, how):
+    code, out, _ = run(capsys, *TOY, "--rule", rule, "-n", "2", *how)
+    assert code == 1
+    assert "Different: " in out
+
+
+def test_samples_of_a_toy(capsys):
+    code, out, _ = run(
+        capsys, *SAMPLED, "--rule", "rejection", "--samples", "6000", "--json", "--prompt", "ab"
+    )
+    result = json.loads(out)
+    assert (code, result["verdict"]) == (0, "consistent")
+    assert [c["name"] for c in result["comparisons"]] == [
+        "position 1", "position 2", "positions 1-2",
+    ]  # fmt: skip
+    assert result["plain_samples"] == result["speculative_samples"] == 6000
+    assert result["prompts"] == ["ab"]
+
+
+def test_too_few_samples(capsys):
+    code, out, err = run(capsys, *SAMPLED, "--rule", "rejection", "--samples", "50")
+    assert code == 3
+    assert "Not enough samples: " in out
+    assert "needed" in out
+    assert "positions 1-2" in out
+    assert err == ""
+
+
+def test_the_coupled_rule_is_compared_token_by_token(capsys):
+    code, out, _ = run(capsys, *SAMPLED, "--samples", "40", "--json")
+    result = json.loads(out)
+    assert (code, result["method"], result["compared"]) == (0, "tokens", 40)
+    code, out, _ = run(capsys, *SAMPLED, "--samples", "4")
+    assert (code, out[:19]) == (3, "Not enough samples:")
+
+
+def test_an_inexact_rule_is_never_certified(capsys, rules):
+    code, out, _ = run(capsys, *TOY, "--rule", "inexact", "--json")
+    assert (code, json.loads(out)["verdict"]) == (1, "not exact by design")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--max-tokens", "9"], "at most 256 are walked"),
+        (["--alpha", "2"], "--alpha must be between 0 and 1"),
+        (["--prompt", ""], "A prompt is empty"),
+        (["--rule", "rejectoin"], "Did you mean 'rejection'?"),
+        (["--top-p", "0"], "top_p must be"),
+        (["--samples", "0"], "--samples"),
+    ],
+)
+def test_mistakes_are_told_plainly(capsys, arguments, words):
+    code, out, err = run(capsys, *TOY, *arguments)
+    assert code == 2
+    assert words in err
+    assert out == ""

@@ -1,0 +1,283 @@
+"""Audits of production rules and of programs that are wrong on purpose, both ways."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+
+from outrider import Engine
+from outrider.audit.exact import (
+    LIMIT,
+    TOLERANCE,
+    audit_exact,
+    chain_law,
+    exact_law,
+    largest_difference,
+)
+from outrider.audit.sampled import audit_samples, audit_tokens, draw_samples, outputs_needed
+from outrider.core.distribution import Distribution
+from outrider.core.processors import Sampling
+from outrider.drafters.model import ModelDrafter
+from outrider.errors import UsageError
+from outrider.models.tokenizer import ToyTokenizer
+from outrider.models.toy import ToyModel
+from outrider.protocols import Drafter
+from outrider.registry import RULES
+from outrider.rules.coupled import Coupled
+from outrider.rules.greedy import Greedy
+from outrider.rules.rejection import Rejection
+from tests.contract.test_exact_laws import (
+    BonusFromTheRowBefore,
+    CallsArgmaxASample,
+    DropsDoubtfulDrafts,
+    NoResidual,
+    SwappedResidual,
+    _walk,
+)
+
+PROMPT = [0, 1, 0]
+SAMPLED = [n for n in RULES if RULES.load(n).exact and n not in ("greedy", "coupled")]
+
+
+class CoarseEpsilon(Rejection):
+    """Guards the ratio with an epsilon that is not small beside q."""
+
+    def judge(self, target, proposal, chooser, position, round):
+        return _walk(
+            target, proposal, chooser, position, round,
+            ratio=lambda p, q: p / (q + 0.1),
+        )  # fmt: skip
+
+
+class SharedNoise(Rejection):
+    """Draws the residual on the draft's noise."""
+
+    def judge(self, target, proposal, chooser, position, round):
+        return _walk(target, proposal, chooser, position, round, repair="draft")
+
+
+class Drops(DropsDoubtfulDrafts):
+    trees = False
+
+
+class ReportsRawQ(DropsDoubtfulDrafts):
+    """Draws after the processors, and reports the law before them."""
+
+    name = "raw"
+    trees = False
+
+    def propose(self, tokens, length, pick):
+        def raw(logits, path):
+            return pick(logits, path)[0], Distribution.softmax(logits)
+
+        return self._session.propose(tokens, length, raw)
+
+
+def toy_drafter(vocab: int) -> ModelDrafter:
+    """Far enough from the target that every fault below moves the law by some per cent."""
+    return ModelDrafter(ToyModel.random(vocab, 37, sharpness=2.0))
+
+
+TOP_P = Sampling(temperature=1.0, top_p=0.7)
+HOT = Sampling(temperature=1.0)
+CONTROLS = {
+    "repairs from p": (NoResidual, None, HOT),
+    "repairs from q - p": (SwappedResidual, None, HOT),
+    "noise shared": (SharedNoise, None, HOT),
+    "low-q draft dropped": (Rejection, Drops, HOT),
+    "bonus from the wrong row": (BonusFromTheRowBefore, None, HOT),
+    "epsilon in the ratio": (CoarseEpsilon, None, HOT),
+    "raw q after top-p": (Rejection, ReportsRawQ, TOP_P),
+    "argmax as a sample": (CallsArgmaxASample, None, HOT),
+}
+
+
+def engine_for(rule, wrap=None, vocab=8, draft_length=2):
+    drafter: Drafter = toy_drafter(vocab)
+    return Engine(
+        ToyModel.random(vocab, 1, sharpness=1.0),
+        ToyTokenizer(vocab),
+        drafter=wrap(drafter) if wrap else drafter,
+        rule=rule,
+        draft_length=draft_length,
+    )
+
+
+def request(sampling, max_tokens=3):
+    return {"max_tokens": max_tokens, **sampling.to_dict()}
+
+
+@pytest.mark.parametrize("name", [n for n in RULES if RULES.load(n).exact])
+def test_every_exact_rule_is_consistent_by_enumeration(name):
+    sampling = Sampling(temperature=0.0 if name == "greedy" else 1.0, top_p=0.9)
+    engine = engine_for(name, vocab=3)
+    report = audit_exact(engine, [[0], PROMPT], max_tokens=3, sampling=sampling)
+    assert report.verdict == "consistent"
+    assert report.largest_difference <= TOLERANCE
+    assert report.courses >= report.outputs >= 2
+    assert report.to_dict()["method"] == "enumeration"
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_a_fault_is_caught_by_enumeration(name):
+    rule, wrap, sampling = CONTROLS[name]
+    report = audit_exact(engine_for(rule(), wrap, 3), [PROMPT], max_tokens=3, sampling=sampling)
+    assert report.verdict == "different"
+    if name == "noise shared":
+        assert "Noise was used twice" in report.broken
+    else:
+        assert report.largest_difference > 1e-3
+        assert report.total_variation >= report.largest_difference
+        _, tokens, plain, ours = report.worst
+        assert len(tokens) == 3
+        assert abs(plain - ours) == report.largest_difference
+
+
+def test_laws_and_their_difference():
+    target = ToyModel.random(3, 2)
+    wanted = chain_law(target, max_tokens=2)
+    made = exact_law(target, toy_drafter(3), Rejection(), max_tokens=2)
+    assert sum(wanted.values()) == pytest.approx(1.0, abs=TOLERANCE)
+    assert largest_difference(made, wanted) <= TOLERANCE
+    assert largest_difference({}, wanted) == max(wanted.values())
+
+
+def test_what_is_too_large_to_walk_is_refused():
+    with pytest.raises(UsageError, match=f"4096 outputs; at most {LIMIT}"):
+        audit_exact(engine_for("rejection"), [PROMPT], max_tokens=4, sampling=HOT)
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+@pytest.mark.parametrize("sampling", [HOT, TOP_P])
+def test_every_sampled_rule_is_consistent_by_samples(name, sampling):
+    """False alarms at alpha = 1e-3 a run; seeds are fixed, so a run that passed passes again."""
+    report = audit_samples(engine_for(name), [PROMPT], 1500, seed=1, request=request(sampling, 2))
+    assert report.verdict != "different"
+    assert report.plain_samples == report.speculative_samples == 1500
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_a_fault_is_caught_by_samples(name):
+    rule, wrap, sampling = CONTROLS[name]
+    report = audit_samples(
+        engine_for(rule(), wrap), [PROMPT], 2500, seed=1, request=request(sampling)
+    )
+    assert report.verdict == "different"
+    assert report.worst.adjusted_p < 1e-3
+
+
+def test_every_sample_has_a_seed_of_its_own_and_progress_is_told(monkeypatch):
+    seeds = []
+    generate = Engine.generate
+
+    def watch(self, prompt, **options):
+        seeds.append(options["seed"])
+        return generate(self, prompt, **options)
+
+    monkeypatch.setattr(Engine, "generate", watch)
+    told = []
+    strata = draw_samples(
+        engine_for("rejection"), [PROMPT, [1]], 5, seed=40, request=request(HOT),
+        advance=lambda done, total: told.append((done, total)),
+    )  # fmt: skip
+    assert sorted(seeds) == list(range(40, 60))
+    assert told == [(i + 1, 20) for i in range(20)]
+    assert [len(s.plain) for s in strata] == [len(s.speculative) for s in strata] == [5, 5]
+
+
+# --- token by token ------------------------------------------------------------------------------
+
+
+class SlipsUp(Coupled):
+    """Emits another token once in a while."""
+
+    def judge(self, target, proposal, chooser, position, round):
+        verdict = super().judge(target, proposal, chooser, position, round)
+        if len(proposal) and verdict.token == 3:
+            return type(verdict)(verdict.path, 4, verdict.kind)
+        return verdict
+
+
+class TiesToTheLast(Greedy):
+    """Of two best tokens takes the last; plain decoding takes the first."""
+
+    def judge(self, target, proposal, chooser, position, round):
+        verdict = super().judge(target, proposal, chooser, position, round)
+        if len(proposal) and verdict.token == 0:
+            return type(verdict)(verdict.path, 1, verdict.kind)
+        return verdict
+
+
+def test_equal_tokens_are_consistent_once_there_are_enough():
+    engine = engine_for("coupled")
+    few = audit_tokens(engine, [PROMPT], 5, seed=1, request=request(HOT))
+    assert (few.verdict, few.needed) == ("not enough samples", outputs_needed())
+    enough = audit_tokens(engine, [PROMPT], 32, seed=1, request=request(HOT))
+    assert (enough.verdict, enough.needed, enough.differences) == ("consistent", None, ())
+    assert enough.compared_tokens == 96
+
+
+def test_greedy_decodes_each_prompt_once():
+    engine = engine_for("greedy")
+    report = audit_tokens(engine, [[0], [1]], 9, seed=1, request=request(Sampling(), 20))
+    assert (report.verdict, report.compared) == ("consistent", 2)
+
+
+def test_the_first_difference_is_located():
+    report = audit_tokens(engine_for(SlipsUp()), [PROMPT], 40, seed=1, request=request(HOT, 6))
+    assert report.verdict == "different"
+    for d in report.differences:
+        assert (d.plain_token, d.token) == (3, 4)
+    assert any(not d.near_tie for d in report.differences)
+    d = report.differences[0]
+    engine = engine_for("coupled")
+    plain = engine.generate(PROMPT, seed=d.seed, plain=True, **request(HOT, 6)).token_ids
+    assert plain[d.position] == 3
+    row = np.log(engine.model.next([*PROMPT, *plain[: d.position]]))
+    assert d.pair_gap == pytest.approx(row[3] - row[4])
+
+
+@pytest.mark.parametrize(("gap", "verdict"), [(0.0, "consistent"), (0.01, "different")])
+def test_a_near_tie_is_told_from_a_real_difference(gap, verdict):
+    logits = np.array([gap, 0.0, -3.0])
+    law = np.exp(logits) / np.exp(logits).sum()
+    engine = Engine(
+        ToyModel(lambda tokens: law, 3), ToyTokenizer(3), rule=TiesToTheLast(),
+        drafter=ModelDrafter(ToyModel.random(3, 9)), draft_length=2,
+    )  # fmt: skip
+    report = audit_tokens(
+        engine, [PROMPT], 1, seed=1, request=request(Sampling(), 8), near_tie=1e-3
+    )
+    assert report.verdict == verdict
+    (found,) = report.differences
+    assert found.near_tie == (verdict == "consistent")
+    assert found.top_2_gap == pytest.approx(gap)
+
+
+def test_no_samples_are_a_mistake():
+    for audit in (audit_samples, audit_tokens):
+        with pytest.raises(UsageError, match="at least one sample"):
+            audit(engine_for("coupled"), [PROMPT], 0, seed=1, request=request(HOT))
+
+
+def test_a_missing_scipy_is_told(monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    monkeypatch.delitem(sys.modules, "outrider.audit.statistics")
+    with pytest.raises(UsageError, match=r"pip install outrider\[audit\]"):
+        __import__("outrider.audit.statistics")
+
+
+@pytest.mark.model
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_the_default_model_shows_no_difference(smollm, rule):
+    smollm.rule = rule
+    ids = smollm.encode("The best thing about this town is")
+    options = request(Sampling(temperature=0.5, top_p=0.9), 2)
+    try:
+        report = audit_samples(smollm, [ids], 40, seed=1, request=options)
+    finally:
+        smollm.rule = "auto"
+    assert report.verdict != "different"
