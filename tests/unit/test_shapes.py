@@ -15,7 +15,6 @@ QUICK = [
     "tests/unit/test_reference.py",
     "tests/unit/test_cases.py::test_case_10_vocabularies_of_different_size",
     "tests/unit/test_cases.py::test_case_16_rates",
-    "tests/unit/test_hf_model.py",
     "tests/unit/test_shapes.py",
 ]
 
