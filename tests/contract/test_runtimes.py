@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.core.proposal import Proposal
+from outrider.errors import ProposalError
 from outrider.models.hf import HFModel
 from outrider.models.toy import ToyModel
 from outrider.protocols import Cache, Model
@@ -112,6 +113,30 @@ def test_rejected_drafts_leave_no_trace(model, alone, rounds):
         assert cache.length <= done + kept
         done += kept + 1
     close(feed(model, cache, TEXT[:done], []), alone(TEXT)[done - 1 : done])
+
+
+@given(data=st.data())
+@settings(max_examples=25)
+def test_a_tree_scores_as_its_paths_do_alone(model, alone, data):
+    done = data.draw(st.integers(1, 20))
+    parents = tuple(data.draw(st.integers(-1, i - 1)) for i in range(data.draw(st.integers(2, 9))))
+    tokens = tuple(OTHER[0] + i for i in range(len(parents)))  # no two alike
+    tree = Proposal(tuple(token % VOCAB for token in tokens), parents, (None,) * len(parents))
+    cache = model.new_cache(len(TEXT))
+    model.prefill(cache, TEXT[: done - 1], None)
+    if not (tree.is_chain or model.trees):
+        with pytest.raises(ProposalError, match="scores chains"):
+            model.score(cache, TEXT[done - 1 : done], tree)
+        return
+    rows = model.score(cache, TEXT[done - 1 : done], tree)
+    assert len(rows) == 1 + len(tree)
+    for node in range(len(tree)):
+        close(rows[1 + node], alone([*TEXT[:done], *tree.path_tokens(node)])[-1])
+    # Whichever path is kept, what comes after it sees that path and no other branch.
+    path = tree.path(data.draw(st.integers(-1, len(tree) - 1)))
+    cache.keep(done, path)
+    text = [*TEXT[:done], *(tree.tokens[node] for node in path), OTHER[9]]
+    close(feed(model, cache, text, OTHER[10:12]), alone([*text, *OTHER[10:12]])[-3:])
 
 
 def test_a_cache_that_was_never_fed_can_be_rolled_back(model, alone):

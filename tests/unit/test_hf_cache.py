@@ -134,13 +134,23 @@ class TestUnknownCache:
 
 
 class TestRollback:
-    @pytest.mark.parametrize("family", ["llama", "mistral", "falcon-h1"])
+    @pytest.mark.parametrize("family", ["mistral", "falcon-h1"])
     def test_a_path_that_is_no_chain_is_refused(self, family):
         model = shared(family)
         cache = model.new_cache(20)
         model.score(cache, TEXT[:3], Proposal.chain(TEXT[3:6]))
         with pytest.raises(RollbackError, match="chains only"):
             cache.keep(3, [1])
+
+    def test_a_path_through_a_tree_is_moved_up(self):
+        model = shared("llama")
+        cache = model.new_cache(20)
+        model.score(cache, TEXT[:3], Proposal((5, 6, 7, 8), (-1, -1, 1, 2), (None,) * 4))
+        held = [layer.keys[..., [0, 1, 2, 4, 6], :].clone() for layer in cache.layers.layers]
+        cache.keep(3, [1, 3])
+        assert cache.length == 5
+        for layer, expected in zip(cache.layers.layers, held, strict=True):
+            assert torch.equal(layer.keys[..., :5, :], expected)
 
     def test_sliding_window_beyond_what_it_still_holds(self):
         model = shared("mistral")

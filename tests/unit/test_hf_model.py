@@ -233,6 +233,21 @@ class TestContextEnd:
         assert output.token_ids == expected.token_ids
 
 
+@pytest.mark.parametrize("same_numbers", [False, True])
+def test_a_tree_wider_than_the_room_that_is_left(same_numbers):
+    """Its nodes share positions, so it fits; the padding behind it must not look any further."""
+    model = HFModel(new_module("gpt2", n_positions=20), same_numbers=same_numbers)
+    text, width = some_tokens(18), 10
+    cache = model.new_cache(20)
+    model.prefill(cache, text[:-1])
+    tree = Proposal(tuple(range(width)), (-1,) * width, (None,) * width)
+    rows = model.score(cache, text[-1:], tree)
+    cache.keep(18, [7])
+    alone = model.new_cache(20)
+    expected = model.score(alone, text, Proposal.chain([7]))
+    torch.testing.assert_close(rows[[0, 8]], expected, rtol=0, atol=1e-4)
+
+
 class TestPaddedVocabulary:
     """Case 10: rows that stand for no token, and would win if they were let in."""
 

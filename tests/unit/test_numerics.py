@@ -148,7 +148,9 @@ class TestAttention:
             q, k.expand(1, 4, -1, -1), v.expand(1, 4, -1, -1), attn_mask=seen
         ).transpose(1, 2)
         for folded in (1, 2, 4):
-            out, _ = attention._rows_attention(None, q, k, v, mask.repeat(1, 1, folded, 1))
+            out, _ = attention._rows_attention(
+                torch.nn.Identity(), q, k, v, mask.repeat(1, 1, folded, 1)
+            )
             torch.testing.assert_close(out, expected)
 
     def test_padding_rows_are_finite(self):

@@ -173,8 +173,8 @@ class HFModel:
                 positions[before : len(ids)] = (positions[before] - 1 + depths).to(self.device)
                 inputs["attention_mask"] = self._tree_mask(cache, before, tree, n)
             # A padding row must not look up a position that the model does not have.
-            last = max(self.context_length, cache.length + len(ids)) - 1
-            inputs["position_ids"] = positions.clamp(max=last)[None]
+            positions[len(ids) :] = 0
+            inputs["position_ids"] = positions[None]
         if self._trims_logits:
             inputs["logits_to_keep"] = min(n, -(-(wanted + pad) // step) * step)
         logits: Tensor = self.module(**inputs).logits[0]
@@ -183,7 +183,6 @@ class HFModel:
         cache.fed(len(ids))
         end = len(logits) - pad
         return logits[end - wanted : end, : self.vocab_size]
-
 
     def _tree_mask(
         self, cache: HFCache, before: int, tree: Proposal, n: int
