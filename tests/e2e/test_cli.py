@@ -175,6 +175,8 @@ def test_interrupt_ends_cleanly():
         [*OUTRIDER, "generate", "abab", "--target", "toy:context=9000000", "-n", "9000000"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        # A shell starts background jobs with the signal ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     ready, _, _ = select.select([process.stdout], [], [], 60)
     assert ready
