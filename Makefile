@@ -17,7 +17,7 @@ test: $(READY)
 	$(BIN)/python -m pytest
 
 test-slow: $(READY)
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow $(SLOW)
 
 check: $(READY)
 	$(BIN)/ruff format --check .
