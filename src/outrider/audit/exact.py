@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -24,6 +24,7 @@ __all__ = [
     "LIMIT",
     "TOLERANCE",
     "ExactReport",
+    "Outcome",
     "Outputs",
     "audit_exact",
     "chain_law",
@@ -39,6 +40,8 @@ TOLERANCE = 1e-12
 
 LIMIT = 256
 """Most possible outputs, vocabulary ** max_tokens, that ``audit_exact`` walks."""
+
+_DRAWN = 40  # outputs that a picture shows, for each prompt
 
 
 def exact_law(
@@ -151,6 +154,20 @@ def largest_difference(a: Outputs, b: Outputs) -> float:
     return max(abs(a.get(o, 0.0) - b.get(o, 0.0)) for o in {*a, *b})
 
 
+class Outcome(NamedTuple):
+    """One output and its probability in plain decoding and in the configuration."""
+
+    prompt: int
+    token_ids: tuple[int, ...]
+    plain_probability: float
+    speculative_probability: float
+
+    @property
+    def gap(self) -> float:
+        """How far apart the two probabilities are."""
+        return abs(self.speculative_probability - self.plain_probability)
+
+
 @dataclass(frozen=True, slots=True)
 class ExactReport:
     """What enumeration found.
@@ -166,10 +183,11 @@ class ExactReport:
     outputs
         Different outputs with a positive probability, over all prompts.
     worst
-        The output whose probabilities differ most: its prompt's number, tokens, and
-        probabilities in plain decoding and in the configuration.
+        The output whose probabilities differ most.
     broken
         Why the walk broke off, if it did: noise was used twice.
+    laws
+        The most probable outputs of each prompt, most probable first, to draw the laws from.
     """
 
     verdict: Literal["consistent", "different"]
@@ -177,15 +195,12 @@ class ExactReport:
     total_variation: float | None
     courses: int
     outputs: int
-    worst: tuple[int, tuple[int, ...], float, float] | None = None
+    worst: Outcome | None = None
     broken: str = ""
+    laws: tuple[Outcome, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data."""
-        worst = None
-        if self.worst:
-            names = ("prompt", "token_ids", "plain_probability", "speculative_probability")
-            worst = dict(zip(names, self.worst, strict=True))
         return {
             "method": "enumeration",
             "verdict": self.verdict,
@@ -194,8 +209,9 @@ class ExactReport:
             "tolerance": TOLERANCE,
             "courses": self.courses,
             "outputs": self.outputs,
-            "worst": worst,
+            "worst": self.worst._asdict() if self.worst else None,
             "broken": self.broken,
+            "laws": [outcome._asdict() for outcome in self.laws],
         }
 
 
@@ -237,9 +253,8 @@ def audit_exact(
     eos = engine.tokenizer.eos_token_ids if engine.tokenizer else frozenset()
     ends = eos | frozenset(stop_token_ids)
     law = sampling.law(ends, target.vocab_size)
-    courses = outputs = 0
-    variations: list[float] = []
-    worst: tuple[int, tuple[int, ...], float, float] | None = None
+    courses = 0
+    compared: list[list[Outcome]] = []
 
     def count() -> None:
         nonlocal courses
@@ -260,19 +275,20 @@ def audit_exact(
                 on_course=count,
             )
         except AssertionError as error:
+            outputs = sum(map(len, compared))
             return ExactReport("different", None, None, courses, outputs, broken=str(error))
-        outputs += len(wanted)
-        gaps = {o: abs(made.get(o, 0.0) - wanted.get(o, 0.0)) for o in {*made, *wanted}}
-        variations.append(sum(gaps.values()) / 2)
-        most = max(gaps, key=lambda output: gaps[output])
-        if worst is None or gaps[most] > abs(worst[3] - worst[2]):
-            worst = (number, most, wanted.get(most, 0.0), made.get(most, 0.0))
-    difference = abs(worst[3] - worst[2]) if worst else 0.0
+        outcomes = [
+            Outcome(number, o, wanted.get(o, 0.0), made.get(o, 0.0)) for o in {*made, *wanted}
+        ]
+        # By probability, then by tokens: the order must not depend on that of the walk.
+        compared.append(sorted(outcomes, key=lambda o: (-o.plain_probability, o.token_ids)))
+    worst = max((o for outcomes in compared for o in outcomes), key=lambda o: o.gap)
     return ExactReport(
-        "consistent" if difference <= TOLERANCE else "different",
-        difference,
-        max(variations, default=0.0),
+        "consistent" if worst.gap <= TOLERANCE else "different",
+        worst.gap,
+        max(sum(o.gap for o in outcomes) / 2 for outcomes in compared),
         courses,
-        outputs,
+        sum(map(len, compared)),
         worst,
+        laws=tuple(o for outcomes in compared for o in outcomes[:_DRAWN]),
     )

@@ -36,7 +36,7 @@ __all__ = [
     "ENDED",
     "ENOUGH_POWER",
     "LEAST_EXPECTED",
-    "AtOdds",
+    "Bin",
     "Comparison",
     "Power",
     "Report",
@@ -65,6 +65,7 @@ ENDED = -1
 """In place of a token at a position that the output did not reach."""
 
 _SHOWN = 5
+_DRAWN = 24  # bins of a law that a picture shows, for each prompt
 
 Verdict = Literal["consistent", "different", "not enough samples"]
 Tokens = tuple[int, ...]
@@ -99,8 +100,12 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True)
-class AtOdds:
-    """One bin's frequencies; ``z`` is their difference in standard errors of equal laws."""
+class Bin:
+    """One bin's frequencies; ``z`` is their difference in standard errors of equal laws.
+
+    ``token_ids`` is ``None`` for the bin of all rare categories; ``ENDED`` stands for a position
+    that the output did not reach.
+    """
 
     prompt: int
     token_ids: Tokens | None
@@ -143,6 +148,8 @@ class Comparison:
         One for each of ``BIASES``.
     at_odds
         The bins most at odds, worst first.
+    laws
+        The most frequent bins of each prompt, most frequent first, to draw the laws from.
     """
 
     name: str
@@ -156,7 +163,8 @@ class Comparison:
     tv_high: float
     smallest_bias: float
     powers: tuple[Power, ...]
-    at_odds: tuple[AtOdds, ...]
+    at_odds: tuple[Bin, ...]
+    laws: tuple[Bin, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,17 +358,34 @@ def _least(power: Callable[[float], float], low: float, high: float) -> float:
     return high
 
 
-def _at_odds(tables: Sequence[Table]) -> tuple[AtOdds, ...]:
-    found: list[AtOdds] = []
+def _bins(tables: Sequence[Table]) -> list[Bin]:
+    """All bins, prompt by prompt, in the order of their tables: the most frequent first."""
+    found: list[Bin] = []
     for prompt, table in enumerate(tables):
         n, m = table.sizes
         error = np.sqrt(table.pooled * (1 - table.pooled) * (1 / n + 1 / m))
-        for label, a, b, s in zip(
-            table.labels, table.plain / n, table.speculative / m, error, strict=True
+        z = np.divide(
+            table.speculative / m - table.plain / n,
+            error,
+            out=np.zeros_like(error),
+            where=error > 0,
+        )
+        for label, a, b, score in zip(
+            table.labels, table.plain / n, table.speculative / m, z, strict=True
         ):
-            if s > 0:
-                found.append(AtOdds(prompt, label, float(a), float(b), float((b - a) / s)))
-    return tuple(sorted(found, key=lambda bin_: -abs(bin_.z))[:_SHOWN])
+            found.append(Bin(prompt, label, float(a), float(b), float(score)))
+    return found
+
+
+def _laws(bins: Sequence[Bin]) -> tuple[Bin, ...]:
+    shown: Counter[int] = Counter()
+    kept: list[Bin] = []
+    for bin_ in bins:
+        # The bin of rare categories stands last in its table, and belongs into the picture.
+        if bin_.token_ids is None or shown[bin_.prompt] < _DRAWN:
+            shown[bin_.prompt] += 1
+            kept.append(bin_)
+    return tuple(kept)
 
 
 def _views(length: int) -> dict[str, tuple[int, int]]:
@@ -427,6 +452,7 @@ def compare(strata: Sequence[Stratum], *, alpha: float = 1e-3) -> Report:
             powers.append(
                 Power(bias, power, None if enough else samples_needed(tables, bias, level))
             )
+        bins = _bins(tables)
         comparisons.append(
             Comparison(
                 name,
@@ -438,7 +464,8 @@ def compare(strata: Sequence[Stratum], *, alpha: float = 1e-3) -> Report:
                 *total_variation(tables),
                 smallest_bias(tables, level),
                 tuple(powers),
-                _at_odds(tables),
+                tuple(sorted(bins, key=lambda bin_: -abs(bin_.z))[:_SHOWN]),
+                _laws(bins),
             )
         )
     needed = max((c.powers[-1].needed or 0 for c in comparisons[:length]), default=0) or None

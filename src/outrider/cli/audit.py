@@ -14,7 +14,7 @@ from outrider.errors import PromptError, UsageError
 if TYPE_CHECKING:
     from outrider.audit.exact import ExactReport
     from outrider.audit.sampled import TokenReport
-    from outrider.audit.statistics import AtOdds, Report
+    from outrider.audit.statistics import Bin, Report
     from outrider.cli.screen import Screen
 
 app = typer.Typer()
@@ -254,7 +254,7 @@ def _say_samples(report: Report) -> str:
     )
 
 
-def _odds(bin_: AtOdds) -> str:
+def _odds(bin_: Bin) -> str:
     what = "the rare ones" if bin_.token_ids is None else f"tokens {list(bin_.token_ids)}"
     return f"{what} {bin_.plain_frequency:.4f} plain, {bin_.speculative_frequency:.4f} here"
 
