@@ -13,6 +13,7 @@
     │   ├── NotEnoughMemoryError         the model does not fit; says how much it needs
     │   ├── TokenizerMismatchError       draft and target do not share a tokenizer
     │   └── RollbackError                the target's cache cannot take tokens back
+    ├── EndpointError                    a server did not answer as it should
     ├── NumericalError                   NaN or infinite logits in one request
     └── ProposalError                    a drafter proposed something impossible
 
@@ -24,6 +25,7 @@ from __future__ import annotations
 __all__ = [
     "ChecksumError",
     "DownloadError",
+    "EndpointError",
     "ModelError",
     "ModelFileError",
     "ModelNotFoundError",
@@ -112,6 +114,10 @@ class TokenizerMismatchError(ModelError):
 
 class RollbackError(ModelError):
     """The target's cache cannot take tokens back, so rejected drafts would stay in it."""
+
+
+class EndpointError(OutriderError):
+    """A server could not be reached, refused a request, or answered what cannot be read."""
 
 
 class NumericalError(OutriderError):

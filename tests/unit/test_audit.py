@@ -16,7 +16,7 @@ from outrider.audit.exact import (
     exact_law,
     largest_difference,
 )
-from outrider.audit.sampled import audit_samples, audit_tokens, draw_samples, outputs_needed
+from outrider.audit.sampled import Samples, audit_samples, audit_tokens, outputs_needed
 from outrider.core.distribution import Distribution
 from outrider.core.processors import Sampling
 from outrider.drafters.model import ModelDrafter
@@ -170,21 +170,39 @@ def test_a_fault_is_caught_by_samples(name):
 
 def test_every_sample_has_a_seed_of_its_own_and_progress_is_told(monkeypatch):
     seeds = []
-    generate = Engine.generate
+    stream = Engine.stream
 
     def watch(self, prompt, **options):
         seeds.append(options["seed"])
-        return generate(self, prompt, **options)
+        return stream(self, prompt, **options)
 
-    monkeypatch.setattr(Engine, "generate", watch)
+    monkeypatch.setattr(Engine, "stream", watch)
     told = []
-    strata = draw_samples(
-        engine_for("rejection"), [PROMPT, [1]], 5, seed=40, request=request(HOT),
-        advance=lambda done, total: told.append((done, total)),
-    )  # fmt: skip
+    samples = Samples(engine_for("rejection"), [PROMPT, [1]], seed=40, request=request(HOT))
+    samples.draw(2)
+    strata = samples.draw(5, lambda done, total: told.append((done, total)))
     assert sorted(seeds) == list(range(40, 60))
-    assert told == [(i + 1, 20) for i in range(20)]
+    assert told == [(i + 1, 20) for i in range(8, 20)]
     assert [len(s.plain) for s in strata] == [len(s.speculative) for s in strata] == [5, 5]
+
+
+def test_a_sequential_audit_stops_when_it_knows():
+    """Each look tests at its share of alpha, and the first that is not short of samples ends it."""
+    rule, wrap, sampling = CONTROLS["repairs from q - p"]
+    report = audit_samples(
+        engine_for(rule(), wrap), [PROMPT], 3200, seed=1, request=request(sampling), looks=6
+    )
+    assert report.verdict == "different"
+    assert report.plain_samples == report.looks[-1].samples < 3200
+    assert [look.samples for look in report.looks] == [100 * 2**i for i in range(len(report.looks))]
+    assert {look.verdict for look in report.looks[:-1]} <= {"not enough samples"}
+    assert all(look.alpha == 1e-3 / 6 for look in report.looks)
+    assert report.alpha == 1e-3
+    honest = audit_samples(
+        engine_for("rejection"), [PROMPT], 100, seed=1, request=request(HOT), looks=3
+    )
+    assert honest.verdict == "not enough samples"
+    assert [look.samples for look in honest.looks] == [25, 50, 100]
 
 
 # --- token by token ------------------------------------------------------------------------------

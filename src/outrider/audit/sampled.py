@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from outrider.audit.statistics import BIASES, ENOUGH_POWER, Report, Stratum, compare
+from outrider.audit.statistics import BIASES, ENOUGH_POWER, Look, Report, Stratum, compare
 from outrider.core.chooser import Place, SeededChooser
 from outrider.core.processors import Context, Sampling
 from outrider.core.proposal import Proposal
 from outrider.engine.engine import Engine
+from outrider.engine.prefix import Prefix
 from outrider.errors import UsageError
 
 __all__ = [
     "NEAR_TIE",
     "Difference",
+    "Samples",
     "TokenReport",
     "audit_samples",
     "audit_tokens",
-    "draw_samples",
     "equal_tokens_promised",
     "outputs_needed",
 ]
@@ -43,16 +45,10 @@ def equal_tokens_promised(rule: str) -> bool:
     return rule in _EQUAL
 
 
-def draw_samples(
-    engine: Engine,
-    prompts: Sequence[Sequence[int]],
-    samples: int,
-    *,
-    seed: int,
-    request: dict[str, Any],
-    advance: Advance | None = None,
-) -> list[Stratum]:
+class Samples:
     """Outputs of both kinds for each prompt, every one on a seed of its own.
+
+    The prompt's cache is kept from one output to the next, as in a conversation.
 
     Parameters
     ----------
@@ -60,27 +56,59 @@ def draw_samples(
         Its drafter, rule and draft length are the configuration.
     prompts
         Token ids.
-    samples
-        Outputs of each kind for each prompt.
     seed
         The first; seeds count up from it.
     request
         ``max_tokens``, ``temperature`` and so on, as for ``Engine.generate``.
     """
-    strata: list[Stratum] = []
-    total, done = 2 * samples * len(prompts), 0
-    for prompt in prompts:
-        sides: tuple[list[list[int]], list[list[int]]] = ([], [])
-        # In turns, so that an audit that is broken off has spent its time on both.
-        for _ in range(samples):
-            for side, plain in zip(sides, (True, False), strict=True):
-                output = engine.generate(prompt, seed=seed + done, plain=plain, **request)
-                side.append(output.token_ids)
-                done += 1
-                if advance:
-                    advance(done, total)
-        strata.append(Stratum(*sides))
-    return strata
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompts: Sequence[Sequence[int]],
+        *,
+        seed: int,
+        request: dict[str, Any],
+    ) -> None:
+        self._engine = engine
+        self._prompts = prompts
+        self._seed = seed
+        self._request = request
+        self._sides = [(_Side(plain=True), _Side(plain=False)) for _ in prompts]
+
+    @property
+    def strata(self) -> list[Stratum]:
+        """What was drawn so far."""
+        return [Stratum(plain.outputs, ours.outputs) for plain, ours in self._sides]
+
+    def draw(self, samples: int, advance: Advance | None = None) -> list[Stratum]:
+        """Draw on, until there are ``samples`` of each kind for each prompt."""
+        done = sum(len(side.outputs) for sides in self._sides for side in sides)
+        total = 2 * samples * len(self._prompts)
+        for prompt, sides in zip(self._prompts, self._sides, strict=True):
+            # In turns, so that an audit that is broken off has spent its time on both.
+            while len(sides[-1].outputs) < samples:
+                for side in sides:
+                    generation = self._engine.stream(
+                        prompt,
+                        seed=self._seed + done,
+                        plain=side.plain,
+                        prefix=side.prefix,
+                        **self._request,
+                    )
+                    side.outputs.append(generation.output.token_ids)
+                    side.prefix.keep(generation.session)
+                    done += 1
+                    if advance:
+                        advance(done, total)
+        return self.strata
+
+
+@dataclass(slots=True)
+class _Side:
+    plain: bool
+    prefix: Prefix = field(default_factory=Prefix)
+    outputs: list[list[int]] = field(default_factory=list)
 
 
 def audit_samples(
@@ -91,22 +119,44 @@ def audit_samples(
     seed: int,
     request: dict[str, Any],
     alpha: float = 1e-3,
+    looks: int = 1,
     advance: Advance | None = None,
 ) -> Report:
-    """Draw samples of both kinds and compare their laws; parameters as in ``draw_samples``.
+    """Draw samples of both kinds and compare their laws; parameters as in ``Samples``.
+
+    With several looks the audit stops at the first that is not short of samples. They come at
+    samples / 2^(looks − 1), ..., samples / 2, samples outputs, and each tests at alpha / looks:
+    by the union bound the probability of a false alarm at any of them stays below alpha, however
+    the looks depend on each other. Stopping at *consistent* costs nothing, since power is told
+    at the level of the look.
+
+    Parameters
+    ----------
+    samples
+        Outputs of each kind for each prompt, at most.
+    looks
+        How often to test.
 
     Raises
     ------
     UsageError
-        When there are fewer than one sample, or alpha is not between 0 and 1.
+        When there are fewer than one sample or look, or alpha is not between 0 and 1.
     """
-    if samples < 1 or not 0 < alpha < 1:
+    if samples < 1 or looks < 1 or not 0 < alpha < 1:
         raise UsageError(
-            f"An audit needs at least one sample and an alpha between 0 and 1; got {samples} "
-            f"samples and {alpha}."
+            f"An audit needs at least one sample and look and an alpha between 0 and 1; got "
+            f"{samples} samples, {looks} looks and {alpha}."
         )
-    strata = draw_samples(engine, prompts, samples, seed=seed, request=request, advance=advance)
-    return compare(strata, alpha=alpha)
+    drawn = Samples(engine, prompts, seed=seed, request=request)
+    sizes = sorted({math.ceil(samples / 2**i) for i in range(looks)})
+    level = alpha / len(sizes)
+    seen: list[Look] = []
+    for size in sizes:
+        report = compare(drawn.draw(size, advance), alpha=level)
+        seen.append(Look(size, level, report.verdict))
+        if report.verdict != "not enough samples":
+            break
+    return replace(report, alpha=alpha, looks=tuple(seen))
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +247,7 @@ def audit_tokens(
     """Decode with the same seeds both ways and compare the tokens.
 
     For ``coupled`` and ``greedy``. Under ``greedy`` each prompt is decoded once. Parameters as
-    in ``draw_samples``; ``near_tie`` is the threshold in logits.
+    in ``Samples``; ``near_tie`` is the threshold in logits.
 
     Raises
     ------

@@ -38,6 +38,7 @@ __all__ = [
     "LEAST_EXPECTED",
     "Bin",
     "Comparison",
+    "Look",
     "Power",
     "Report",
     "Stratum",
@@ -168,8 +169,21 @@ class Comparison:
 
 
 @dataclass(frozen=True, slots=True)
+class Look:
+    """One test of a sequential audit: outputs of each kind a prompt, its level, what it said."""
+
+    samples: int
+    alpha: float
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
-    """A verdict and all that it rests on."""
+    """A verdict and all that it rests on.
+
+    ``alpha`` is that of the whole audit; where it looked several times, each look tested at its
+    own share, and ``comparisons`` are those of the last.
+    """
 
     verdict: Verdict
     alpha: float
@@ -177,6 +191,7 @@ class Report:
     speculative_samples: int
     needed: int | None
     comparisons: tuple[Comparison, ...]
+    looks: tuple[Look, ...] = ()
 
     @property
     def worst(self) -> Comparison:
