@@ -290,10 +290,15 @@ class Policy(Protocol):
 
     name: str
 
+    @classmethod
+    def build(cls, argument: str) -> Policy:
+        """Make one from the text after the colon in ``name:argument``, which may be empty."""
+        ...
+
     def length(self) -> int:
         """The draft length of the coming round."""
         ...
 
     def learn(self, drafted: int, accepted: int) -> None:
-        """What became of the last round's draft."""
+        """What became of the last round's draft: its depth, and how many of its tokens stood."""
         ...

@@ -118,5 +118,6 @@ POLICIES = Table(
     "policy",
     {
         "fixed": "outrider.policies.fixed:Fixed",
+        "adaptive": "outrider.policies.adaptive:Adaptive",
     },
 )

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from outrider.errors import UsageError
+from outrider.registry import POLICIES
 
 __all__ = [
     "AsJson", "Device", "DraftLength", "DrafterName", "Dtype", "FrequencyPenalty", "LogitBias",
@@ -60,7 +61,7 @@ DraftLength = Annotated[
     typer.Option(
         "--draft-length",
         "-k",
-        help="Tokens drafted in a round: a number, or auto.",
+        help="Tokens drafted in a round: a number, auto, or adaptive[:MOST].",
         rich_help_panel=_SPECULATION,
     ),
 ]
@@ -112,16 +113,22 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and 
 
 
 def parse_draft_length(text: str) -> Any:
-    """A number, or ``auto``.
+    """A number, ``auto``, or a policy's name.
 
     Raises
     ------
     UsageError
-        When it is neither.
+        When it is none of these.
     """
-    if text == "auto" or text.isdigit():
-        return text if text == "auto" else int(text)
-    raise UsageError(f"--draft-length is a number or auto; got '{text}'.")
+    if text.isdecimal():
+        return int(text)
+    name = text.partition(":")[0]
+    if text != "auto" and name not in POLICIES:
+        raise UsageError(
+            f"--draft-length is a number, auto or adaptive; got '{text}'.",
+            hint="Example: --draft-length 5",
+        )
+    return text
 
 
 def parse_logit_bias(pairs: list[str] | None) -> dict[int, float] | None:

@@ -72,7 +72,7 @@ def parse_shape(text: str) -> Shape:
         return Chain()
     name, _, value = text.partition("=")
     parts = [part.strip() for part in value.split(",")]
-    if name.strip() != "tree" or not all(p.isdigit() and int(p) > 0 for p in parts):
+    if name.strip() != "tree" or not all(p.isdecimal() and int(p) > 0 for p in parts):
         raise UsageError(
             f"A draft tree is 'tree=4,2,1' (children at each depth) or 'tree=24' (the likeliest "
             f"nodes); got '{text}'.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Any, Literal, TypedDict, Unpack, cast
+from typing import Any, TypedDict, Unpack, cast
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -22,6 +22,7 @@ from outrider.engine.transcript import Transcript
 from outrider.errors import PromptError, RollbackError, SamplingError, UsageError
 from outrider.models.hf import HFModel, eos_token_ids
 from outrider.models.tokenizer import HFTokenizer
+from outrider.policies.fixed import Fixed
 from outrider.protocols import Drafter, Model, Policy, Progress, Rule, Setting, Tokenizer
 from outrider.registry import DRAFTERS, POLICIES, RULES, did_you_mean
 
@@ -62,7 +63,8 @@ class Engine:
         ``auto`` (greedy at temperature 0, else coupled), ``greedy``, ``coupled``, ``rejection``,
         ``block``.
     draft_length
-        Tokens drafted in a round; ``auto`` is the drafter's own default; 0 drafts nothing.
+        Tokens drafted in a round; ``auto`` is the drafter's own default; 0 drafts nothing;
+        ``adaptive`` follows the acceptance of the rounds before (``adaptive:24``: at most 24).
 
     Raises
     ------
@@ -86,7 +88,7 @@ class Engine:
         *,
         drafter: str | Drafter | PreTrainedModel = "auto",
         rule: str | Rule = "auto",
-        draft_length: int | Literal["auto"] = "auto",
+        draft_length: int | str = "auto",
         load_options: Mapping[str, Any] | None = None,
     ) -> None:
         self.model, self.tokenizer = _adopt(model, tokenizer)
@@ -105,7 +107,7 @@ class Engine:
         *,
         drafter: str | Drafter = "auto",
         rule: str | Rule = "auto",
-        draft_length: int | Literal["auto"] = "auto",
+        draft_length: int | str = "auto",
         runtime: str = "auto",
         dtype: str | torch.dtype | None = None,
         device: str | None = None,
@@ -132,6 +134,8 @@ class Engine:
             _drafter_class(drafter)
         if isinstance(rule, str) and rule != "auto":
             RULES.load(rule)
+        if draft_length != "auto":
+            _policy(draft_length)
         options: dict[str, Any] = {"dtype": dtype, "device": device}
         model, tokenizer = load_model(target, runtime=runtime, **options)
         return cls(
@@ -159,7 +163,7 @@ class Engine:
         plain: bool = False,
         drafter: str | Drafter | None = None,
         rule: str | Rule | None = None,
-        draft_length: int | Literal["auto"] | None = None,
+        draft_length: int | str | None = None,
         prefix: Prefix | None = None,
         progress: Progress | None = None,
         **sampling: Unpack[SamplingArguments],
@@ -310,10 +314,7 @@ class Engine:
         length = self.draft_length if draft_length is None else draft_length
         if length == "auto":
             length = (drafter or self.drafter).default_length
-        if isinstance(length, bool) or not isinstance(length, int):
-            raise SamplingError(f"draft_length must be a number or 'auto'; got {length!r}.")
-        made: Policy = POLICIES.load("fixed")(length)
-        return made
+        return _policy(length)
 
     def make_drafter(self, drafter: Any) -> Drafter:
         """A drafter from a name, a transformers model or a drafter object."""
@@ -361,6 +362,19 @@ def _drafter_class(text: str) -> tuple[Any, str]:
     """From ``name:argument`` to the drafter's class and the argument."""
     name, _, argument = ("ngram" if text == "auto" else text).partition(":")
     return DRAFTERS.load(name), argument
+
+
+def _policy(length: Any) -> Policy:
+    """From a number or ``name:argument`` to a policy of its own for one request."""
+    if isinstance(length, bool) or not isinstance(length, int | str):
+        raise SamplingError(
+            f"draft_length must be a number, 'auto' or a policy's name; got {length!r}."
+        )
+    if isinstance(length, int):
+        return Fixed(length)
+    name, _, argument = length.partition(":")
+    made: Policy = POLICIES.load(name).build(argument)
+    return made
 
 
 def _sampling(values: Mapping[str, Any]) -> Sampling:

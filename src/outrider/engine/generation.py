@@ -161,7 +161,7 @@ class Generation:
             played = play_round(s)
             pieces = self._commit(played)
             record = self._book(played, pieces, perf_counter() - started)
-            s.policy.learn(record.drafted, record.accepted)
+            s.policy.learn(played.proposal.depth, record.accepted)
             if trace.ttft_s is None:
                 trace.ttft_s = trace.total_s
             yield from pieces

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.errors import SamplingError
+from outrider.errors import SamplingError, UsageError
 
 __all__ = ["Fixed"]
 
@@ -27,6 +27,22 @@ class Fixed:
         if draft_length < 0:
             raise SamplingError(f"draft_length must be 0 or more; got {draft_length}.")
         self.draft_length = draft_length
+
+    @classmethod
+    def build(cls, argument: str) -> Fixed:
+        """By name: ``fixed:5``.
+
+        Raises
+        ------
+        UsageError
+            When it is not a number.
+        """
+        if not argument.isdecimal():
+            raise UsageError(
+                f"The 'fixed' policy needs a draft length; got '{argument}'.",
+                hint="Example: --draft-length 5",
+            )
+        return cls(int(argument))
 
     def length(self) -> int:
         """The fixed length."""

@@ -1,0 +1,137 @@
+"""Audits of the default model with every rule and drafter, as a table.
+
+    python -m benchmarks.certify --json certify.jsonl [--write-docs]
+
+Each configuration is audited as ``outrider audit`` does it; samples of plain decoding are drawn
+once for each temperature and serve all. A finished configuration is appended to the file at
+once, so a run that was broken off goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from outrider import Engine
+from outrider.audit.sampled import audit_tokens
+from outrider.audit.statistics import Stratum, compare
+from outrider.drafters.model import ModelDrafter
+from outrider.drafters.shape import Static
+from outrider.engine.prefix import Prefix
+from outrider.models.hf import HFModel
+from outrider.protocols import Drafter
+
+TARGET = "smollm2-135m"
+PROMPT = "She sells sea shells by the sea shore. She sells sea"
+SAMPLES = {0.5: 3200, 1.0: 4800}
+"""Outputs of each kind at each temperature: enough to see a bias of 5 % at both positions."""
+TOP_P = 0.9
+TOKENS = 2
+PAIRS = 200
+"""Outputs compared token by token."""
+DOCS = Path(__file__).parent.parent / "docs" / "audits.md"
+BEGIN, END = "<!-- table -->", "<!-- end of table -->"
+
+
+def shallow(engine: Engine, layers: int = 6) -> HFModel:
+    """A draft with real disagreements: the target's own first layers and its output head."""
+    config = type(engine.model.config)(
+        **(engine.model.config.to_dict() | {"num_hidden_layers": layers})
+    )
+    small = AutoModelForCausalLM.from_config(config, dtype=engine.model.module.dtype)
+    small.load_state_dict(engine.model.module.state_dict(), strict=False)
+    return HFModel(small, vocab_size=engine.model.vocab_size)
+
+
+def configurations(draft: HFModel) -> Iterator[tuple[str, str, Drafter | str, int]]:
+    """Rule, drafter's name, drafter, draft length."""
+    for rule in ("rejection", "block", "coupled"):
+        yield rule, "ngram", "ngram", 2
+        yield rule, "model", ModelDrafter(draft), 2
+        if rule != "block":  # it judges chains
+            yield rule, "model, tree 3,2", ModelDrafter(draft, shape=Static((3, 2))), 2
+
+
+def draw(engine: Engine, ids: list[int], count: int, seed: int, **request: Any) -> list[list[int]]:
+    prefix, outputs = Prefix(), []
+    for i in range(count):
+        generation = engine.stream(ids, seed=seed + i, prefix=prefix, **request)
+        outputs.append(generation.output.token_ids)
+        prefix.keep(generation.session)
+    return outputs
+
+
+def audit(temperature: float, path: Path, alpha: float = 1e-3) -> None:
+    done = {(r["temperature"], r["rule"], r["drafter"]) for r in read(path)}
+    base = Engine.load(TARGET, drafter="none")
+    draft = shallow(base)
+    ids = base.encode(PROMPT)
+    request = {"max_tokens": TOKENS, "temperature": temperature, "top_p": TOP_P}
+    samples, plain = SAMPLES[temperature], None
+    for rule, name, drafter, length in configurations(draft):
+        if (temperature, rule, name) in done:
+            continue
+        engine = Engine(base.model, base.tokenizer, drafter=drafter, rule=rule, draft_length=length)
+        row: dict[str, Any] = {"temperature": temperature, "rule": rule, "drafter": name}
+        if rule == "coupled":
+            tokens = audit_tokens(engine, [ids], PAIRS, seed=1, request=request)
+            row |= {"verdict": tokens.verdict, "outputs": tokens.compared}
+            row |= {"differences": len(tokens.differences)}
+        else:
+            if plain is None:
+                plain = draw(base, ids, samples, 0, **request)
+            ours = draw(engine, ids, samples, 10**6, **request)
+            report = compare([Stratum(plain, ours)], alpha=alpha)
+            whole = report.comparisons[-1]
+            row |= {"verdict": report.verdict, "outputs": samples, "alpha": alpha}
+            row |= {"adjusted_p": report.worst.adjusted_p, "tv": whole.tv, "tv_high": whole.tv_high}
+            row["smallest_bias"] = max(c.smallest_bias for c in report.comparisons[:TOKENS])
+        print(row, flush=True)
+        with path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        "| temperature | rule | drafter | outputs a side | verdict | Holm p | bias seen |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for r in sorted(rows, key=lambda r: r["temperature"]):
+        if r["rule"] == "coupled":
+            p, bias = "token by token", f"{r['differences']} differences"
+        else:
+            p, bias = f"{r['adjusted_p']:.2g}", f"{r['smallest_bias']:.1%}"
+        cells = (r["temperature"], r["rule"], r["drafter"], r["outputs"], r["verdict"], p, bias)
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, default=Path("certify.jsonl"))
+    parser.add_argument("--temperature", type=float, choices=list(SAMPLES), action="append")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--write-docs", action="store_true", help=f"the table goes into {DOCS}")
+    arguments = parser.parse_args()
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    for temperature in arguments.temperature or SAMPLES:
+        audit(temperature, arguments.json)
+    if arguments.write_docs:
+        text = DOCS.read_text()
+        head, rest = text.split(BEGIN)[0], text.split(END)[1]
+        DOCS.write_text(f"{head}{BEGIN}\n{table(read(arguments.json))}\n{END}{rest}")
+
+
+if __name__ == "__main__":
+    main()
