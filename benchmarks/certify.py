@@ -28,9 +28,13 @@ from outrider.models.hf import HFModel
 from outrider.protocols import Drafter
 
 TARGET = "smollm2-135m"
-PROMPT = "She sells sea shells by the sea shore. She sells sea"
-SAMPLES = {0.5: 3200, 1.0: 4800}
-"""Outputs of each kind at each temperature: enough to see a bias of 5 % at both positions."""
+PROMPTS = {
+    0.5: "She sells sea shells by the sea shore. She sells sea",
+    1.0: "red, green, blue, red, green,",
+}
+SAMPLES = {0.5: 3200, 1.0: 5000}
+"""Outputs of each kind at each temperature: enough to see a bias of 5 % at both positions, for
+these prompts, which repeat themselves, so that prompt lookup has something to propose."""
 TOP_P = 0.9
 TOKENS = 2
 PAIRS = 200
@@ -71,7 +75,7 @@ def audit(temperature: float, path: Path, alpha: float = 1e-3) -> None:
     done = {(r["temperature"], r["rule"], r["drafter"]) for r in read(path)}
     base = Engine.load(TARGET, drafter="none")
     draft = shallow(base)
-    ids = base.encode(PROMPT)
+    ids = base.encode(PROMPTS[temperature])
     request = {"max_tokens": TOKENS, "temperature": temperature, "top_p": TOP_P}
     samples, plain = SAMPLES[temperature], None
     for rule, name, drafter, length in configurations(draft):

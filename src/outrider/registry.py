@@ -74,9 +74,9 @@ class Table(Mapping[str, str]):
         UnknownNameError
             When nothing has that name; the message offers the nearest one.
         """
-        if name not in self._entries():
+        if not isinstance(name, str) or name not in self._entries():
             raise UnknownNameError(
-                f"There is no {self.kind} named '{name}'.", hint=did_you_mean(name, list(self))
+                f"There is no {self.kind} named '{name}'.", hint=did_you_mean(str(name), list(self))
             )
         module, _, attribute = self[name].partition(":")
         return getattr(import_module(module), attribute)

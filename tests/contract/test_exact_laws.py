@@ -11,17 +11,26 @@ from dataclasses import replace
 
 import pytest
 
-from outrider.core.chooser import Place
-from outrider.core.distribution import Distribution
 from outrider.core.processors import Law, Sampling
-from outrider.core.proposal import ROOT, Proposal
-from outrider.core.verdict import Verdict
 from outrider.drafters.model import ModelDrafter
 from outrider.models.toy import ToyModel
 from outrider.protocols import Drafter, Rule
 from outrider.registry import DRAFTERS, RULES
 from outrider.rules.rejection import Rejection
 from tests.contract.test_drafters import build
+from tests.controls import (
+    AcceptsOnDraftNoise,
+    BonusFromTheRowBefore,
+    CallsArgmaxASample,
+    DropsDoubtfulDrafts,
+    EpsilonRatio,
+    Faultless,
+    NextResidual,
+    NoResidual,
+    RepairsOnAcceptNoise,
+    SaysUniform,
+    SwappedResidual,
+)
 from tests.laws import chain_law, distance, speculative_law
 
 TOLERANCE = 1e-12
@@ -170,139 +179,6 @@ def test_a_policy_that_learns(rule, drafter):
 
 
 # --- negative controls: each is wrong, and enumeration must say so -------------------------------
-
-
-class NoResidual(Rejection):
-    """Repairs from p."""
-
-    def judge(self, target, proposal, chooser, position, round):
-        verdict = super().judge(target, proposal, chooser, position, round)
-        last = verdict.path[-1] if verdict.path else ROOT
-        where = Place(position + len(verdict.path), "residual", round, 77)
-        return replace(verdict, token=chooser.draw(target(last), where))
-
-
-class SwappedResidual(Rejection):
-    """Repairs from max(0, q − p)."""
-
-    def judge(self, target, proposal, chooser, position, round):
-        return _walk(
-            target, proposal, chooser, position, round,
-            residual=lambda p, q: q.residual(p),
-        )  # fmt: skip
-
-
-class NextResidual(Rejection):
-    """Repairs with the q of the tree's first node, whichever was rejected."""
-
-    def judge(self, target, proposal, chooser, position, round):
-        return _walk(
-            target, proposal, chooser, position, round,
-            residual=lambda p, q: p.residual(proposal.law(0, p.vocab_size)),
-        )  # fmt: skip
-
-
-class EpsilonRatio(Rejection):
-    """Guards the ratio against a zero that cannot be."""
-
-    def judge(self, target, proposal, chooser, position, round):
-        return _walk(
-            target, proposal, chooser, position, round,
-            ratio=lambda p, q: p / (q + 1e-5),
-        )  # fmt: skip
-
-
-class BonusFromTheRowBefore(Rejection):
-    """Takes the bonus token from the law before the last accepted token."""
-
-    def judge(self, target, proposal, chooser, position, round):
-        return _walk(target, proposal, chooser, position, round, bonus_row=-1)
-
-
-class AcceptsOnDraftNoise(Rejection):
-    """Asks for acceptance where the draft was drawn."""
-
-    def judge(self, target, proposal, chooser, position, round):
-        return _walk(target, proposal, chooser, position, round, accept="draft")
-
-
-class RepairsOnAcceptNoise(Rejection):
-    """Draws the residual where acceptance was asked for."""
-
-    def judge(self, target, proposal, chooser, position, round):
-        return _walk(target, proposal, chooser, position, round, repair="accept")
-
-
-class CallsArgmaxASample(Rejection):
-    """Takes the most probable token, and reports q."""
-
-    def draft(self, q, chooser, position, round, node):
-        return q.argmax(), q
-
-
-class SaysUniform(Rejection):
-    """Samples from q, and reports a flatter law."""
-
-    def draft(self, q, chooser, position, round, node):
-        token, law = super().draft(q, chooser, position, round, node)
-        return token, Distribution.dense(law.to_dense() + 0.1)
-
-
-def _walk(
-    target, proposal, chooser, position, round, *,
-    ratio=lambda p, q: p / q,
-    residual=lambda p, q: p.residual(q),
-    bonus_row=0,
-    accept="accept",
-    repair="residual",
-) -> Verdict:  # fmt: skip
-    """The rejection rule on a chain, with a place to put each fault; without one it is exact."""
-    path: list[int] = []
-    for node, token in enumerate(proposal.tokens):
-        p = target(node - 1)
-        q = proposal.law(node, p.vocab_size)
-        here = position + node
-        if chooser.accept(min(1.0, ratio(p[token], q[token])), Place(here, accept, round, node)):
-            path.append(node)
-            continue
-        token = chooser.draw(residual(p, q), Place(here, repair, round, node))
-        return Verdict(tuple(path), token, "correction")
-    p = target(max(ROOT, len(path) - 1 + (bonus_row if path else 0)))
-    return Verdict(
-        tuple(path), chooser.draw(p, Place(position + len(path), repair, round)), "bonus"
-    )
-
-
-class Faultless(Rejection):
-    """The controls' own walk with no fault put in."""
-
-    def judge(self, target, proposal, chooser, position, round):
-        return _walk(target, proposal, chooser, position, round)
-
-
-class DropsDoubtfulDrafts:
-    """Leaves out a sampled token, and all after it, when its own q is low."""
-
-    name = "drops"
-    default_length = 2
-
-    def __init__(self, inner: Drafter) -> None:
-        self._inner = inner
-
-    def start(self, prompt, capacity):
-        self._session = self._inner.start(prompt, capacity)
-        return self
-
-    @classmethod
-    def build(cls, argument, setting):
-        raise NotImplementedError
-
-    def propose(self, tokens, length, pick):
-        whole = self._session.propose(tokens, length, pick)
-        kept = 0
-        while kept < len(whole) and whole.laws[kept][whole.tokens[kept]] > 0.3:
-            kept += 1
-        return Proposal.chain(whole.tokens[:kept], whole.laws[:kept])
 
 
 def error_of(rule: Rule, *, drops: bool = False) -> float:

@@ -13,6 +13,7 @@ from outrider.errors import UsageError
 from outrider.models.tokenizer import ToyTokenizer
 from outrider.models.toy import ToyModel
 from outrider.registry import RULES
+from tests.controls import DropsUnlikely, ForgetsReplacement
 from tests.laws import chain_law, distance, speculative_law
 
 TARGET = ToyModel.random(3, seed=1)
@@ -42,38 +43,6 @@ def test_the_law_is_the_targets(rule, shape, vocab):
                     TARGET, drafter, RULES.load(rule)(), draft_length=length, **request
                 )
                 assert distance(found, chain_law(TARGET, **request)) <= 1e-12
-
-
-class DropsUnlikely(ModelDrafter):
-    """A negative control: sampled siblings whose own q is low are dropped after the draw."""
-
-    def start(self, prompt, capacity):
-        session = super().start(prompt, capacity)
-        propose = session.propose
-
-        def biased(tokens, length, pick):
-            def siblings(q, *place):
-                drawn = pick.siblings(q, *place)
-                return [(token, law) for token, law in drawn if q[token] > 0.3]
-
-            honest = type(pick)(pick.distribution, pick.choose, siblings)
-            return propose(tokens, length, honest)
-
-        session.propose = biased
-        return session
-
-
-class ForgetsReplacement:
-    """A negative control: siblings drawn without replacement claim the law with replacement."""
-
-    name, exact, trees = "forgets", True, True
-
-    def __init__(self):
-        inner = RULES.load("rejection")()
-        self.draft, self.judge, self._siblings = inner.draft, inner.judge, inner.siblings
-
-    def siblings(self, q, *arguments):
-        return [(token, q) for token, _ in self._siblings(q, *arguments)]
 
 
 def test_negative_controls_are_caught():

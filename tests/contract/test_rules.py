@@ -83,8 +83,10 @@ def test_a_draft_says_which_law_it_was_drawn_from(rule, seed, length):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_equal_target_and_draft_are_always_accepted(rule, seed):
-    q = law_after(seed, [])
+@pytest.mark.parametrize("name", ["greedy", "rejection", "coupled", "block"])
+def test_these_rules_always_accept_where_target_and_draft_are_equal(name, seed):
+    """Their own claim, no part of the contract: a rule that rejects every draft is exact too."""
+    rule, q = RULES.load(name)(), law_after(seed, [])
 
     def program(chooser: Chooser) -> bool:
         token, law = rule.draft(q, chooser, 0, 0, 0)

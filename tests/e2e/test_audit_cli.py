@@ -8,10 +8,12 @@ import pytest
 
 from outrider.cli.main import main
 from outrider.registry import RULES
+from tests.controls import NoResidual
+from tests.servers import ToyServer, toy_engine
 
 TOY = ["audit", "--target", "toy:vocab=4,seed=3", "--drafter", "model:toy:vocab=4,seed=9"]
 SAMPLED = [*TOY, "--sampled", "--seed", "1", "-n", "2", "-k", "2"]
-HERE = "tests.unit.test_audit"
+CONTROLS = "tests.controls"
 
 
 def run(capsys, *arguments):
@@ -25,8 +27,8 @@ def run(capsys, *arguments):
 def rules(monkeypatch):
     """Two rules that are wrong on purpose, and one that says so, in the table of rules."""
     entries = RULES._entries()
-    monkeypatch.setitem(entries, "wrong", "tests.contract.test_exact_laws:NoResidual")
-    monkeypatch.setitem(entries, "shared", f"{HERE}:SharedNoise")
+    monkeypatch.setitem(entries, "wrong", f"{CONTROLS}:NoResidual")
+    monkeypatch.setitem(entries, "shared", f"{CONTROLS}:SharedNoise")
     monkeypatch.setitem(entries, "inexact", "tests.e2e.test_audit_cli:Inexact")
 
 
@@ -119,3 +121,78 @@ def test_mistakes_are_told_plainly(capsys, arguments, words):
     assert code == 2
     assert words in err
     assert out == ""
+
+
+# --- looks, pages and servers --------------------------------------------------------------------
+
+
+def test_a_sequential_audit_says_where_it_stopped(capsys, rules):
+    code, out, _ = run(
+        capsys, *SAMPLED, "--rule", "wrong", "--samples", "3200", "--sequential", "--json"
+    )
+    result = json.loads(out)
+    assert (code, result["verdict"]) == (1, "different")
+    assert result["plain_samples"] == result["looks"][-1]["samples"] < 3200
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        ["--rule", "rejection"],
+        ["--rule", "wrong"],
+        ["--rule", "shared"],
+        ["--rule", "inexact"],
+        ["--rule", "rejection", "--sampled", "--samples", "40"],
+        ["--sampled", "--samples", "40"],
+    ],
+    ids=" ".join,
+)
+def test_every_audit_can_be_a_page(capsys, rules, tmp_path, how):
+    pytest.importorskip("matplotlib")
+    page = tmp_path / "audit.html"
+    _, out, err = run(capsys, *TOY, "-n", "2", "--html", str(page), *how)
+    text = page.read_text()
+    verdict = text.split('class="verdict"')[-1] if 'class="verdict"' in text else text
+    assert out.split(":")[0].splitlines()[-1] in verdict
+    assert str(page) in err
+    assert list(tmp_path.iterdir()) == [page]
+
+
+def test_a_page_that_cannot_be_written_is_told_before_anything_is_drawn(capsys, tmp_path):
+    code, out, err = run(capsys, *TOY, "--html", str(tmp_path / "no" / "audit.html"))
+    assert (code, out) == (2, "")
+    assert "does not exist" in err
+
+
+def test_an_audit_without_a_draft_says_so(capsys):
+    code, out, _ = run(capsys, "audit", "--target", "toy:vocab=3", "-d", "none", "-n", "2")
+    assert code == 0
+    assert "Nothing was drafted" in out
+
+
+@pytest.mark.parametrize(("rule", "verdict"), [("rejection", 3), (NoResidual(), 1)])
+def test_two_servers(capsys, tmp_path, rule, verdict):
+    page, log = tmp_path / "servers.html", tmp_path / "answers.jsonl"
+    with (
+        ToyServer(toy_engine(), plain=True) as plain,
+        ToyServer(toy_engine(rule), plain=False) as ours,
+    ):
+        command = [
+            "audit", "--endpoint", ours.url, "--against", plain.url, "--prompt", "ab",
+            "--samples", "600", "-n", "2", "--seed", "1", "--log", str(log), "--html", str(page),
+        ]  # fmt: skip
+        code, out, _ = run(capsys, *command)
+        assert code == verdict
+        assert "1200 requests were sent" in out
+        # Run again, it has all answers and asks nothing.
+        code, out, _ = run(capsys, *command, "--json")
+    result = json.loads(out)
+    assert (code, result["requests"], result["resumed"]) == (verdict, 0, 1200)
+    assert result["method"] == "endpoints"
+    assert "position 1" in page.read_text()
+
+
+def test_one_server_is_not_enough(capsys):
+    code, _, err = run(capsys, "audit", "--endpoint", "http://127.0.0.1:1")
+    assert code == 2
+    assert "--against" in err

@@ -17,7 +17,6 @@ from outrider.audit.exact import (
     largest_difference,
 )
 from outrider.audit.sampled import Samples, audit_samples, audit_tokens, outputs_needed
-from outrider.core.distribution import Distribution
 from outrider.core.processors import Sampling
 from outrider.drafters.model import ModelDrafter
 from outrider.errors import UsageError
@@ -25,54 +24,22 @@ from outrider.models.tokenizer import ToyTokenizer
 from outrider.models.toy import ToyModel
 from outrider.protocols import Drafter
 from outrider.registry import RULES
-from outrider.rules.coupled import Coupled
-from outrider.rules.greedy import Greedy
 from outrider.rules.rejection import Rejection
-from tests.contract.test_exact_laws import (
+from tests.controls import (
     BonusFromTheRowBefore,
     CallsArgmaxASample,
+    CoarseEpsilon,
     DropsDoubtfulDrafts,
     NoResidual,
+    ReportsRawQ,
+    SharedNoise,
+    SlipsUp,
     SwappedResidual,
-    _walk,
+    TiesToTheLast,
 )
 
 PROMPT = [0, 1, 0]
 SAMPLED = [n for n in RULES if RULES.load(n).exact and n not in ("greedy", "coupled")]
-
-
-class CoarseEpsilon(Rejection):
-    """Guards the ratio with an epsilon that is not small beside q."""
-
-    def judge(self, target, proposal, chooser, position, round):
-        return _walk(
-            target, proposal, chooser, position, round,
-            ratio=lambda p, q: p / (q + 0.1),
-        )  # fmt: skip
-
-
-class SharedNoise(Rejection):
-    """Draws the residual on the draft's noise."""
-
-    def judge(self, target, proposal, chooser, position, round):
-        return _walk(target, proposal, chooser, position, round, repair="draft")
-
-
-class Drops(DropsDoubtfulDrafts):
-    trees = False
-
-
-class ReportsRawQ(DropsDoubtfulDrafts):
-    """Draws after the processors, and reports the law before them."""
-
-    name = "raw"
-    trees = False
-
-    def propose(self, tokens, length, pick):
-        def raw(logits, path):
-            return pick(logits, path)[0], Distribution.softmax(logits)
-
-        return self._session.propose(tokens, length, raw)
 
 
 def toy_drafter(vocab: int) -> ModelDrafter:
@@ -86,7 +53,7 @@ CONTROLS = {
     "repairs from p": (NoResidual, None, HOT),
     "repairs from q - p": (SwappedResidual, None, HOT),
     "noise shared": (SharedNoise, None, HOT),
-    "low-q draft dropped": (Rejection, Drops, HOT),
+    "low-q draft dropped": (Rejection, DropsDoubtfulDrafts, HOT),
     "bonus from the wrong row": (BonusFromTheRowBefore, None, HOT),
     "epsilon in the ratio": (CoarseEpsilon, None, HOT),
     "raw q after top-p": (Rejection, ReportsRawQ, TOP_P),
@@ -206,26 +173,6 @@ def test_a_sequential_audit_stops_when_it_knows():
 
 
 # --- token by token ------------------------------------------------------------------------------
-
-
-class SlipsUp(Coupled):
-    """Emits another token once in a while."""
-
-    def judge(self, target, proposal, chooser, position, round):
-        verdict = super().judge(target, proposal, chooser, position, round)
-        if len(proposal) and verdict.token == 3:
-            return type(verdict)(verdict.path, 4, verdict.kind)
-        return verdict
-
-
-class TiesToTheLast(Greedy):
-    """Of two best tokens takes the last; plain decoding takes the first."""
-
-    def judge(self, target, proposal, chooser, position, round):
-        verdict = super().judge(target, proposal, chooser, position, round)
-        if len(proposal) and verdict.token == 0:
-            return type(verdict)(verdict.path, 1, verdict.kind)
-        return verdict
 
 
 def test_equal_tokens_are_consistent_once_there_are_enough():

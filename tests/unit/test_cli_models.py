@@ -81,6 +81,10 @@ class TestList:
         run("pull", NAME)
         assert json.loads(run("list", "--json"))[0]["pulled"] is True
 
+    def test_help_says_what_json_is(self):
+        assert isinstance(json.loads(run("list", "--json")), list)
+        assert "one JSON array" in run("list", "--help")
+
 
 class TestPull:
     def test_prints_the_path_alone(self, entry):
@@ -172,6 +176,10 @@ class TestInfo:
         assert (found["kind"], found["runtime"]) == ("toy", "toy")
         assert found["same_numbers_in_any_block"] is True
         assert found["largest_logit_difference"] == 0
+
+    def test_help_says_what_is_measured(self):
+        text = " ".join(run("info", "--help").replace("│", " ").split())
+        assert "whether a position's numbers are the same in any block" in text
 
     def test_unknown_target(self):
         with pytest.raises(ModelNotFoundError, match=f"Did you mean '{NAME}'"):

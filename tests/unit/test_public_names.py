@@ -25,7 +25,10 @@ PUBLIC = {
 
 # Children by parent, and the standard exception that each also is.
 TREE = {
-    "OutriderError": ("Exception", {"UsageError", "ModelError", "NumericalError", "ProposalError"}),
+    "OutriderError": (
+        "Exception",
+        {"UsageError", "ModelError", "EndpointError", "NumericalError", "ProposalError"},
+    ),
     "UsageError": ("ValueError", {"UnknownNameError", "SamplingError", "PromptError"}),
     "ModelError": (
         None,
@@ -88,9 +91,9 @@ def test_every_exception_says_problem_and_hint(name):
 def test_names_of_parts():
     """Names may be added; none of these may go."""
     assert {"none", "ngram", "model", "script"} <= set(DRAFTERS)
-    assert {"greedy", "rejection", "coupled"} <= set(RULES)
+    assert {"greedy", "rejection", "coupled", "block"} <= set(RULES)
     assert {"toy", "hf"} <= set(RUNTIMES)
-    assert {"fixed"} <= set(POLICIES)
+    assert {"fixed", "adaptive"} <= set(POLICIES)
 
 
 def test_names_in_a_trace():

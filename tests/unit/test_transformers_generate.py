@@ -14,8 +14,9 @@ from transformers.generation import SynthIDTextWatermarkingConfig
 from outrider import transformers_generate
 from outrider.drafters.script import ScriptDrafter
 from outrider.errors import PromptError, UsageError
-from outrider.integrations.transformers import _streamer_of_generate
+from outrider.integrations.transformers import _given_to_generate
 from tests.small_models import VOCAB, garbage, module, new_module, partly_right, save, some_tokens
+from tests.tokenizers_for_tests import new_byte_level
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -208,6 +209,60 @@ class TestBatches:
         assert torch.equal(speculative(model, ids), plain(model, ids))
 
 
+class TestStopStrings:
+    """transformers 5.24 gives a callable no tokenizer, and looks for one itself too late."""
+
+    @pytest.fixture
+    def words(self):
+        return new_byte_level()
+
+    @pytest.fixture
+    def llama(self, words):
+        return new_module("llama", vocab_size=len(words))
+
+    @pytest.fixture
+    def whole(self, llama):
+        """All that comes without a stop string."""
+        return plain(llama)
+
+    def test_as_in_plain_generate(self, llama, words, whole):
+        """Strings that end a token, that two tokens make, and that never come."""
+        new = whole[0, PROMPT.shape[1] :].tolist()
+        starts = [i for i in range(12) if words.decode(new[i : i + 2]).isascii()]
+        for start in starts:
+            both = words.decode(new[start : start + 2])
+            for stop in (both, [both[-1], "never"]):
+                settings = {"stop_strings": stop, "tokenizer": words}
+                expected = plain(llama, **settings)
+                assert expected.shape[1] < whole.shape[1]
+                for drafter in ("ngram", ScriptDrafter(new, default_length=8)):
+                    found = speculative(llama, drafter=drafter, **settings)
+                    assert torch.equal(found, expected)
+        assert starts
+
+    def test_for_each_row_of_a_batch(self, llama, words):
+        ids = torch.tensor([some_tokens(9, seed=seed) for seed in range(3)])
+        # Plain generate pads a row that ends early only where there is an end token too.
+        settings = {"eos_token_id": 258, "pad_token_id": 0}
+        row = plain(llama, ids, **settings)[1, ids.shape[1] :].tolist()
+        settings |= {"stop_strings": [words.decode(row[6])], "tokenizer": words}
+        expected = plain(llama, ids, **settings)
+        assert torch.equal(speculative(llama, ids, **settings), expected)
+
+    def test_without_a_tokenizer(self, llama):
+        with pytest.raises(UsageError, match=r"need the model's tokenizer.*tokenizer=tokenizer"):
+            speculative(llama, stop_strings=["z"])
+
+    def test_a_tokenizer_alone_changes_nothing(self, llama, words, whole):
+        assert torch.equal(speculative(llama, tokenizer=words), whole)
+
+    def test_bound_to_the_function(self, llama, words, whole):
+        custom = functools.partial(transformers_generate, tokenizer=words)
+        stop = words.decode(whole[0, PROMPT.shape[1] + 4])
+        found = plain(llama, custom_generate=custom, stop_strings=[stop])
+        assert torch.equal(found, plain(llama, stop_strings=[stop], tokenizer=words))
+
+
 class Recorder:
     def __init__(self) -> None:
         self.put_so_far: list[list] = []
@@ -251,7 +306,7 @@ class TestStreamer:
 
     def test_none_outside_of_generate(self):
         streamer = Recorder()  # a local of the same name means nothing
-        assert _streamer_of_generate() is None
+        assert _given_to_generate() == {}
         assert not streamer.ended
 
     def test_called_directly(self, model):

@@ -79,9 +79,10 @@ ANSWER_S = 300.0
 _MESSAGE = 300  # characters of a server's own words in an error
 _JOIN_S = 5.0
 _LOG = {"log": "outrider audit of endpoints", "version": 1}
-_OWN_FIELDS = frozenset(
-    "model prompt messages seed logprobs top_logprobs stream n best_of echo suffix".split()
-)
+_OWN_FIELDS = {
+    *("model", "prompt", "messages", "seed", "logprobs", "top_logprobs"),
+    *("stream", "n", "best_of", "echo", "suffix"),
+}
 _REFUSES_LOGPROBS = (400, 404, 422)
 
 Side = Literal["plain", "speculative"]

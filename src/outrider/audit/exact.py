@@ -11,8 +11,9 @@ import torch
 
 from outrider.core.chooser import Chooser, enumerate_outcomes
 from outrider.core.processors import Context, Law, Sampling
+from outrider.core.trace import Trace
 from outrider.engine.engine import Engine
-from outrider.engine.generation import Generation
+from outrider.engine.generation import Generation, Output
 from outrider.engine.round import Session
 from outrider.engine.transcript import Transcript
 from outrider.errors import UsageError
@@ -55,7 +56,7 @@ def exact_law(
     end_ids: frozenset[int] = frozenset(),
     prompt: Sequence[int] = (0,),
     policy: Callable[[], Policy] | None = None,
-    on_course: Callable[[], None] | None = None,
+    on_course: Callable[[Trace], None] | None = None,
 ) -> Outputs:
     """The law of the production code's output, every course of chance walked.
 
@@ -72,7 +73,7 @@ def exact_law(
     prompt
         Token ids before the output.
     on_course
-        Called once for each course.
+        Called once for each course, with its trace.
 
     Raises
     ------
@@ -89,7 +90,7 @@ def exact_law(
     True
     """
 
-    def program(chooser: Chooser) -> tuple[int, ...]:
+    def program(chooser: Chooser) -> Output:
         limit = len(prompt) + max_tokens
         session = Session(
             model=target,
@@ -104,13 +105,13 @@ def exact_law(
             limit=limit,
         )
         ending = Transcript(None, max_tokens=max_tokens, eos_token_ids=end_ids)
-        return tuple(Generation(session, ending).output.token_ids)
+        return Generation(session, ending).output
 
     outputs: Outputs = defaultdict(float)
     for output, weight in enumerate_outcomes(program):
-        outputs[output] += weight
+        outputs[tuple(output.token_ids)] += weight
         if on_course:
-            on_course()
+            on_course(output.trace)
     return dict(outputs)
 
 
@@ -178,8 +179,8 @@ class ExactReport:
         ``consistent`` if the laws differ nowhere by more than ``TOLERANCE``.
     largest_difference, total_variation
         Of the two laws of whole outputs; ``None`` if the walk broke off.
-    courses
-        Courses of chance that were walked, over all prompts.
+    courses, drafted_tokens
+        Courses of chance that were walked, over all prompts, and tokens drafted in all of them.
     outputs
         Different outputs with a positive probability, over all prompts.
     worst
@@ -198,6 +199,7 @@ class ExactReport:
     worst: Outcome | None = None
     broken: str = ""
     laws: tuple[Outcome, ...] = ()
+    drafted_tokens: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data."""
@@ -208,6 +210,7 @@ class ExactReport:
             "total_variation": self.total_variation,
             "tolerance": TOLERANCE,
             "courses": self.courses,
+            "drafted_tokens": self.drafted_tokens,
             "outputs": self.outputs,
             "worst": self.worst._asdict() if self.worst else None,
             "broken": self.broken,
@@ -253,12 +256,13 @@ def audit_exact(
     eos = engine.tokenizer.eos_token_ids if engine.tokenizer else frozenset()
     ends = eos | frozenset(stop_token_ids)
     law = sampling.law(ends, target.vocab_size)
-    courses = 0
+    courses = drafted = 0
     compared: list[list[Outcome]] = []
 
-    def count() -> None:
-        nonlocal courses
+    def count(trace: Trace) -> None:
+        nonlocal courses, drafted
         courses += 1
+        drafted += sum(round_.drafted for round_ in trace.rounds)
 
     for number, prompt in enumerate(prompts):
         wanted = chain_law(target, max_tokens=max_tokens, law=law, end_ids=ends, prompt=prompt)
@@ -291,4 +295,5 @@ def audit_exact(
         sum(map(len, compared)),
         worst,
         laws=tuple(o for outcomes in compared for o in outcomes[:_DRAWN]),
+        drafted_tokens=drafted,
     )

@@ -75,6 +75,7 @@ class Samples:
         self._seed = seed
         self._request = request
         self._sides = [(_Side(plain=True), _Side(plain=False)) for _ in prompts]
+        self.drafted_tokens = self.accepted_tokens = 0
 
     @property
     def strata(self) -> list[Stratum]:
@@ -97,6 +98,8 @@ class Samples:
                         **self._request,
                     )
                     side.outputs.append(generation.output.token_ids)
+                    self.drafted_tokens += sum(r.drafted for r in generation.trace.rounds)
+                    self.accepted_tokens += sum(r.accepted for r in generation.trace.rounds)
                     side.prefix.keep(generation.session)
                     done += 1
                     if advance:
@@ -156,7 +159,13 @@ def audit_samples(
         seen.append(Look(size, level, report.verdict))
         if report.verdict != "not enough samples":
             break
-    return replace(report, alpha=alpha, looks=tuple(seen))
+    return replace(
+        report,
+        alpha=alpha,
+        looks=tuple(seen),
+        drafted_tokens=drawn.drafted_tokens,
+        accepted_tokens=drawn.accepted_tokens,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +215,8 @@ class TokenReport:
         prompt has one output and chance plays no part.
     differences
         The first one of each output that has any.
+    drafted_tokens, accepted_tokens
+        In all outputs with a draft.
     """
 
     verdict: Literal["consistent", "different", "not enough samples"]
@@ -214,6 +225,8 @@ class TokenReport:
     threshold: float
     needed: int | None
     differences: tuple[Difference, ...]
+    drafted_tokens: int
+    accepted_tokens: int
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data."""
@@ -259,13 +272,16 @@ def audit_tokens(
     sampling = Sampling(**{k: v for k, v in request.items() if k in Sampling.__dataclass_fields__})
     each = 1 if sampling.greedy else samples
     differences: list[Difference] = []
-    done = tokens = 0
+    done = tokens = drafted = accepted = 0
     for number, prompt in enumerate(prompts):
         for _ in range(each):
-            plain, ours = (
-                engine.generate(prompt, seed=seed + done, plain=side, **request).token_ids
+            both = [
+                engine.generate(prompt, seed=seed + done, plain=side, **request)
                 for side in (True, False)
-            )
+            ]
+            plain, ours = (output.token_ids for output in both)
+            drafted += sum(r.drafted for r in both[-1].trace.rounds)
+            accepted += sum(r.accepted for r in both[-1].trace.rounds)
             tokens += len(plain)
             if plain != ours:
                 differences.append(
@@ -292,7 +308,14 @@ def audit_tokens(
     if any(not difference.near_tie for difference in differences):
         verdict = "different"
     return TokenReport(
-        verdict, done, tokens, near_tie, needed if short else None, tuple(differences)
+        verdict,
+        done,
+        tokens,
+        near_tie,
+        needed if short else None,
+        tuple(differences),
+        drafted,
+        accepted,
     )
 
 

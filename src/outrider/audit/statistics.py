@@ -182,7 +182,8 @@ class Report:
     """A verdict and all that it rests on.
 
     ``alpha`` is that of the whole audit; where it looked several times, each look tested at its
-    own share, and ``comparisons`` are those of the last.
+    own share, and ``comparisons`` are those of the last. How many tokens were drafted and
+    accepted in all is told where it is known.
     """
 
     verdict: Verdict
@@ -192,6 +193,8 @@ class Report:
     needed: int | None
     comparisons: tuple[Comparison, ...]
     looks: tuple[Look, ...] = ()
+    drafted_tokens: int | None = None
+    accepted_tokens: int | None = None
 
     @property
     def worst(self) -> Comparison:

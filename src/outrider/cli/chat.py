@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from outrider.cli import options as o
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, PromptError
 
 app = typer.Typer()
 
@@ -16,17 +16,15 @@ _HELP = "/reset forgets the conversation, /quit leaves; Ctrl-C breaks off an ans
 
 
 @app.command()
+@o.sampling_options()
 def chat(
+    *,
     target: o.TargetName = "smollm2-135m",
     drafter: o.DrafterName = "auto",
     rule: o.RuleName = "auto",
     draft_length: o.DraftLength = "auto",
     max_tokens: o.MaxTokens = 512,
-    temperature: o.Temperature = 0.0,
-    top_k: o.TopK = 0,
-    top_p: o.TopP = 1.0,
-    min_p: o.MinP = 0.0,
-    repetition_penalty: o.RepetitionPenalty = 1.0,
+    sampling: dict[str, Any],
     seed: o.Seed = None,
     system: Annotated[str | None, typer.Option("--system", help="A system message.")] = None,
     runtime: o.Runtime = "auto",
@@ -37,14 +35,7 @@ def chat(
     from outrider.cli.generate import check_request
     from outrider.cli.screen import Screen, load_engine, prefill_bar
 
-    request: dict[str, Any] = {
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-    }
+    request: dict[str, Any] = {"max_tokens": max_tokens, **sampling}
     check_request(request)
     screen = Screen()
     engine = load_engine(
@@ -56,7 +47,13 @@ def chat(
         runtime=runtime,
         dtype=dtype,
         device=device,
+        temperature=sampling["temperature"],
     )
+    if not engine.tokenizer.has_chat_template:
+        raise PromptError(
+            f"'{target}' has no chat template, so it cannot hold a conversation.",
+            hint="Use an instruction-tuned model, or `outrider generate` to continue a text.",
+        )
     talk = engine.conversation(system)
     screen.err.print(f"[dim]{_HELP}[/]")
     screen.legend()

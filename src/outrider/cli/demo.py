@@ -39,9 +39,11 @@ def demo(target: o.TargetName = "smollm2-135m", max_tokens: o.MaxTokens = 160) -
     """
     from rich.text import Text
 
-    from outrider.cli.generate import chat_or_text, take_turns
+    from outrider.cli.generate import chat_or_text, check_request, take_turns
     from outrider.cli.screen import Screen, load_engine
 
+    request: dict[str, Any] = {"max_tokens": max_tokens}
+    check_request(request)
     screen = Screen()
     engine = load_engine(screen, target, drafter="ngram")
     screen.legend()
@@ -49,9 +51,9 @@ def demo(target: o.TargetName = "smollm2-135m", max_tokens: o.MaxTokens = 160) -
         screen.err.rule(f"[bold]{title}[/]", align="left")
         screen.err.print(Text(f"{prompt.strip()}\n", "dim"))
         what: Any = chat_or_text(engine, prompt)
-        stream = engine.stream(what, max_tokens=max_tokens)
+        stream = engine.stream(what, **request)
         screen.stream(stream)
         screen.summary(stream.output)
         screen.err.print("\n[dim]now both ways, three times in turns ...[/]")
-        screen.comparison(*take_turns(engine, what, {"max_tokens": max_tokens}))
+        screen.comparison(*take_turns(engine, what, request))
         screen.err.print()

@@ -17,22 +17,16 @@ _TURNS = 3
 
 
 @app.command()
+@o.sampling_options()
 def generate(
+    *,
     prompt: Annotated[str, typer.Argument(help="What to ask; - reads standard input.")],
     target: o.TargetName = "smollm2-135m",
     drafter: o.DrafterName = "auto",
     rule: o.RuleName = "auto",
     draft_length: o.DraftLength = "auto",
     max_tokens: o.MaxTokens = 128,
-    temperature: o.Temperature = 0.0,
-    top_k: o.TopK = 0,
-    top_p: o.TopP = 1.0,
-    min_p: o.MinP = 0.0,
-    repetition_penalty: o.RepetitionPenalty = 1.0,
-    presence_penalty: o.PresencePenalty = 0.0,
-    frequency_penalty: o.FrequencyPenalty = 0.0,
-    logit_bias: o.LogitBias = None,
-    min_tokens: o.MinTokens = 0,
+    sampling: dict[str, Any],
     stop: o.Stop = None,
     stop_token_id: o.StopTokenId = None,
     seed: o.Seed = None,
@@ -64,15 +58,7 @@ def generate(
         raise PromptError("The prompt is empty.", hint="Say what to generate from.")
     request: dict[str, Any] = {
         "max_tokens": max_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-        "presence_penalty": presence_penalty,
-        "frequency_penalty": frequency_penalty,
-        "logit_bias": o.parse_logit_bias(logit_bias),
-        "min_tokens": min_tokens,
+        **sampling,
         "stop": stop or (),
         "stop_token_ids": stop_token_id or (),
     }
@@ -90,6 +76,7 @@ def generate(
         runtime=runtime,
         dtype=dtype,
         device=device,
+        temperature=sampling["temperature"],
     )
     what = prompt if raw else chat_or_text(engine, prompt, system)
     with prefill_bar(screen) as progress:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import os
 import sys
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
@@ -57,26 +60,51 @@ def _root(
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; a user's mistake ends in a message, never in a traceback."""
-    try:
-        app(args=arguments)
-    except OutriderError as error:
-        from rich.console import Console
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal that cannot show a character shows a question mark.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    if os.environ.get("NO_COLOR"):
+        import typer.rich_utils
 
-        console = Console(stderr=True, soft_wrap=True)
-        console.print(f"[bold red]error:[/] {_escape(error.problem)}")
-        if error.hint:
-            console.print(f"  {_escape(error.hint)}")
+        typer.rich_utils.COLOR_SYSTEM = None
+    try:
+        try:
+            app(args=arguments)
+        finally:
+            sys.stdout.flush()  # a full disk shows itself here at the latest
+    except OutriderError as error:
+        _tell(error.problem, error.hint)
         sys.exit(error.exit_code)
     except BrokenPipeError:
         # The reader of a pipe went away, as `| head` does; there is nobody left to tell.
         sys.stderr.close()
         sys.exit(1)
+    except OSError as error:
+        where = f"'{error.filename}'" if error.filename else "The output"
+        _tell(f"{where} could not be read or written: {error.strerror or error}.")
+        _drop_output()
+        sys.exit(1)
 
 
-def _escape(text: str) -> str:
+def _tell(problem: str, hint: str = "") -> None:
     from rich.markup import escape
 
-    return escape(text)
+    from outrider.cli.screen import console
+
+    with suppress(OSError):
+        err = console(stderr=True, soft_wrap=True)
+        err.print(f"[bold red]error:[/] {escape(problem)}")
+        if hint:
+            err.print(f"  {escape(hint)}")
+
+
+def _drop_output() -> None:
+    """Point standard output away, or what it still holds would fail again at exit."""
+    with suppress(OSError):  # it may be no file
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 if __name__ == "__main__":

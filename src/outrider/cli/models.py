@@ -16,7 +16,11 @@ Name = Annotated[str, typer.Argument(help="A name from the catalogue.")]
 
 
 @app.command("list")
-def list_models(as_json: o.AsJson = False) -> None:
+def list_models(
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON array and nothing else.")
+    ] = False,
+) -> None:
     """The catalogue, and which of it is on this machine."""
     from outrider.models.catalogue import CATALOGUE, is_pulled, path_of
 
@@ -85,7 +89,11 @@ def info(
     dtype: o.Dtype = "auto",
     device: o.Device = None,
     numbers: Annotated[
-        bool, typer.Option(help="Load the model and measure whether it keeps I2.")
+        bool,
+        typer.Option(
+            help="Load the model and measure whether a position's numbers are the same in any "
+            "block."
+        ),
     ] = True,
     as_json: o.AsJson = False,
 ) -> None:

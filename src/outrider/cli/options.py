@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
+from inspect import Parameter, signature
 from typing import Annotated, Any
 
 import typer
@@ -10,10 +13,9 @@ from outrider.errors import UsageError
 from outrider.registry import POLICIES
 
 __all__ = [
-    "AsJson", "Device", "DraftLength", "DrafterName", "Dtype", "FrequencyPenalty", "LogitBias",
-    "MaxTokens", "MinP", "MinTokens", "PresencePenalty", "RepetitionPenalty", "RuleName",
-    "Runtime", "Seed", "Stop", "StopTokenId", "TargetName", "Temperature", "TopK", "TopP",
-    "parse_draft_length", "parse_logit_bias",
+    "AsJson", "Device", "DraftLength", "DrafterName", "Dtype", "MaxTokens", "RuleName",
+    "Runtime", "Seed", "Stop", "StopTokenId", "TargetName", "parse_draft_length",
+    "sampling_options",
 ]  # fmt: skip
 
 _SAMPLING = "Sampling"
@@ -66,39 +68,6 @@ DraftLength = Annotated[
     ),
 ]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="Most tokens to emit.")]
-Temperature = Annotated[
-    float,
-    typer.Option("--temperature", help="0 is greedy.", rich_help_panel=_SAMPLING),
-]
-TopK = Annotated[
-    int, typer.Option("--top-k", help="0 keeps all tokens.", rich_help_panel=_SAMPLING)
-]
-TopP = Annotated[
-    float, typer.Option("--top-p", help="1 keeps all tokens.", rich_help_panel=_SAMPLING)
-]
-MinP = Annotated[
-    float, typer.Option("--min-p", help="0 keeps all tokens.", rich_help_panel=_SAMPLING)
-]
-RepetitionPenalty = Annotated[
-    float,
-    typer.Option("--repetition-penalty", help="1 changes nothing.", rich_help_panel=_SAMPLING),
-]
-PresencePenalty = Annotated[
-    float,
-    typer.Option("--presence-penalty", help="0 changes nothing.", rich_help_panel=_SAMPLING),
-]
-FrequencyPenalty = Annotated[
-    float,
-    typer.Option("--frequency-penalty", help="0 changes nothing.", rich_help_panel=_SAMPLING),
-]
-LogitBias = Annotated[
-    list[str] | None,
-    typer.Option("--logit-bias", help="ID:BIAS, may be repeated.", rich_help_panel=_SAMPLING),
-]
-MinTokens = Annotated[
-    int,
-    typer.Option("--min-tokens", help="No end token before so many.", rich_help_panel=_SAMPLING),
-]
 Stop = Annotated[
     list[str] | None, typer.Option("--stop", help="A string to stop at, may be repeated.")
 ]
@@ -131,7 +100,64 @@ def parse_draft_length(text: str) -> Any:
     return text
 
 
-def parse_logit_bias(pairs: list[str] | None) -> dict[int, float] | None:
+_SAMPLED: dict[str, tuple[Any, Any, str]] = {
+    "temperature": (float, 0.0, "0 is greedy."),
+    "top_k": (int, 0, "0 keeps all tokens."),
+    "top_p": (float, 1.0, "1 keeps all tokens."),
+    "min_p": (float, 0.0, "0 keeps all tokens."),
+    "repetition_penalty": (float, 1.0, "1 changes nothing."),
+    "presence_penalty": (float, 0.0, "0 changes nothing."),
+    "frequency_penalty": (float, 0.0, "0 changes nothing."),
+    "logit_bias": (list[str] | None, None, "ID:BIAS, may be repeated."),
+    "min_tokens": (int, 0, "No end token before so many."),
+}
+"""Of each sampling value its type on the command line, its default and its help."""
+
+
+def sampling_options(*, temperature: float = 0.0) -> Callable[[Callable[..., None]], Any]:
+    """Give a command one option for each sampling value, gathered in its argument ``sampling``.
+
+    Parameters
+    ----------
+    temperature
+        The command's default.
+    """
+
+    def widen(command: Callable[..., None]) -> Any:
+        @wraps(command)
+        def run(**values: Any) -> None:
+            sampling = {name: values.pop(name) for name in _SAMPLED}
+            sampling["logit_bias"] = _parse_logit_bias(sampling["logit_bias"])
+            command(**values, sampling=sampling)
+
+        own = signature(command, eval_str=True)
+        parameters = []
+        for parameter in own.parameters.values():
+            if parameter.name != "sampling":
+                parameters.append(parameter)
+                continue
+            for name, (kind, default, words) in _SAMPLED.items():
+                option = typer.Option(
+                    f"--{name.replace('_', '-')}", help=words, rich_help_panel=_SAMPLING
+                )
+                parameters.append(
+                    Parameter(
+                        name,
+                        Parameter.KEYWORD_ONLY,
+                        default=temperature if name == "temperature" else default,
+                        annotation=Annotated[kind, option],
+                    )
+                )
+        parameters = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in parameters]
+        # Typer reads a command's options from its signature and its annotations.
+        run.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        return run
+
+    return widen
+
+
+def _parse_logit_bias(pairs: list[str] | None) -> dict[int, float] | None:
     """From ``["42:-1.5"]`` to ``{42: -1.5}``.
 
     Raises

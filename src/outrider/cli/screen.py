@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from outrider.engine.generation import Output, Piece
     from outrider.protocols import Progress as Report
 
-__all__ = ["Screen", "load_engine", "prefill_bar"]
+__all__ = ["Screen", "console", "load_engine", "prefill_bar"]
 
 _STYLES = {
     "accepted": "green",
@@ -33,6 +33,12 @@ _LEGEND = (
 _LONG_PROMPT_TOKENS = 512
 
 
+def console(**options: Any) -> Console:
+    """A console that, where ``NO_COLOR`` is set, writes no dim or bold letters either."""
+    plain: dict[str, Any] = {"color_system": None} if os.environ.get("NO_COLOR") else {}
+    return Console(**plain, **options)
+
+
 class Screen:
     """Text goes to standard output, everything else to standard error.
 
@@ -40,8 +46,8 @@ class Screen:
     """
 
     def __init__(self) -> None:
-        self.out = Console(highlight=False, soft_wrap=True)
-        self.err = Console(stderr=True, highlight=False)
+        self.out = console(highlight=False, soft_wrap=True)
+        self.err = console(stderr=True, highlight=False)
         self.err.soft_wrap = not self.err.is_terminal
         self.coloured = self.out.is_terminal and not os.environ.get("NO_COLOR")
 
@@ -126,21 +132,30 @@ def _percent(rate: float | None) -> str:
     return "" if rate is None else f" ({rate:.0%})"
 
 
-def load_engine(screen: Screen, target: str, **options: Any) -> Any:
-    """``Engine.load`` with a sign of life while torch and the weights come in."""
+def load_engine(screen: Screen, target: str, *, temperature: float = 0.0, **options: Any) -> Any:
+    """``Engine.load`` with a sign of life while torch and the weights come in.
+
+    A mistake in the options is told before anything is fetched. ``temperature`` is that of the
+    requests to come, which the rule must be fit for.
+    """
     from outrider.models.locate import is_present
 
+    # Off a terminal, a spinner would leave an empty line behind.
+    def waiting() -> AbstractContextManager[Any]:
+        return (
+            screen.err.status(f"loading {target} ...") if screen.err.is_terminal else nullcontext()
+        )
+
+    with waiting():
+        from outrider import Engine
+        from outrider.engine.engine import check_load
+
+        check_load(**options, temperature=temperature)
     if not is_present(target):
         from outrider.cli.models import pull_with_bar
 
         pull_with_bar(target)
-    # Off a terminal, a spinner would leave an empty line behind.
-    waiting = (
-        screen.err.status(f"loading {target} ...") if screen.err.is_terminal else nullcontext()
-    )
-    with waiting:
-        from outrider import Engine
-
+    with waiting():
         return Engine.load(target, **options)
 
 

@@ -9,9 +9,9 @@ the bonus token. Meaning and order follow transformers' ``generate``.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from numbers import Integral
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 from outrider.core.distribution import Distribution
 from outrider.errors import NumericalError, SamplingError
 
-__all__ = ["Context", "Law", "Processor", "Sampling"]
+__all__ = ["Context", "Law", "Processor", "Sampling", "is_whole"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,11 @@ class Context:
         return self.tokens[self.prompt_length :]
 
 
-_MOST = sys.float_info.max
-"""The largest finite number; a Python int may be larger."""
+_LEAST, _MOST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+"""What float32 holds. Scores under values between these can still outgrow it, never float64."""
+
+_NEAR = 1e6
+"""With factors and terms within this, no scores of a sound model outgrow float32."""
 
 Processor = Callable[[Context, Float[Tensor, " V"]], Float[Tensor, " V"]]
 """Scores of one position in, changed scores out; the input is never written to."""
@@ -91,23 +94,40 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name, low, high, wanted in (
-            ("temperature", 0.0, _MOST, "a finite number that is 0 (greedy) or more"),
+            ("temperature", 0.0, _MOST, f"0 (greedy) or a number up to {_MOST:.3g}"),
             ("top_k", 0, math.inf, "a whole number; 0 keeps every token"),
             ("top_p", 0.0, 1.0, "a number above 0 and at most 1; 1 keeps every token"),
             ("min_p", 0.0, 1.0, "a number from 0 to 1; 0 keeps every token"),
-            ("repetition_penalty", 0.0, _MOST, "a finite number above 0; 1 changes nothing"),
-            ("presence_penalty", -_MOST, _MOST, "a finite number; 0 changes nothing"),
-            ("frequency_penalty", -_MOST, _MOST, "a finite number; 0 changes nothing"),
+            (
+                "repetition_penalty",
+                _LEAST,
+                _MOST,
+                f"a number from {_LEAST:.2g} to {_MOST:.2g}; 1 changes nothing",
+            ),
+            (
+                "presence_penalty",
+                -_MOST,
+                _MOST,
+                f"a number of at most {_MOST:.3g}, positive or negative; 0 changes nothing",
+            ),
+            (
+                "frequency_penalty",
+                -_MOST,
+                _MOST,
+                f"a number of at most {_MOST:.3g}, positive or negative; 0 changes nothing",
+            ),
             ("min_tokens", 0, math.inf, "a whole number that is 0 or more"),
         ):
             value = getattr(self, name)
             good = (
                 _is_number(value, whole=name in ("top_k", "min_tokens"))
                 and low <= value <= high
-                and (value > 0 or name not in ("top_p", "repetition_penalty"))
+                and (value > 0 or name != "top_p")
             )
             if not good:
                 raise SamplingError(f"{name} must be {wanted}; got {value!r}.")
+            if is_whole(value):  # numpy's integers are no JSON
+                object.__setattr__(self, name, int(value))
         biases = {} if self.logit_bias is None else self.logit_bias
         if not isinstance(biases, Mapping):
             raise SamplingError(f"logit_bias must be a mapping; got {biases!r}.")
@@ -115,7 +135,8 @@ class Sampling:
             known = _is_number(token, whole=True) and token >= 0
             if not (known and _is_number(bias) and abs(bias) <= _MOST):
                 raise SamplingError(
-                    f"logit_bias must map token ids to finite numbers; got {token!r}: {bias!r}."
+                    f"logit_bias must map token ids to numbers of at most {_MOST:.3g}, positive or "
+                    f"negative; got {token!r}: {bias!r}."
                 )
 
     @property
@@ -159,16 +180,24 @@ class Sampling:
 
     def law(self, end_ids: frozenset[int], vocab_size: int) -> Law:
         """From logits to p, under these values."""
-        return Law(self.processors(end_ids, vocab_size), greedy=self.greedy)
+        factors = self.repetition_penalty, self.temperature or 1.0
+        terms = self.presence_penalty, self.frequency_penalty, *(self.logit_bias or {}).values()
+        near = all(1 / _NEAR <= f <= _NEAR for f in factors) and all(abs(t) <= _NEAR for t in terms)
+        return Law(self.processors(end_ids, vocab_size), greedy=self.greedy, wide=not near)
 
     def to_dict(self) -> dict[str, object]:
         """The values by name, for records."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
+def is_whole(value: object) -> bool:
+    """Whether a value is an integer of Python's or numpy's; ``True`` and ``False`` are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
 def _is_number(value: object, *, whole: bool = False) -> bool:
-    """Whether a value is an int, or also a float; ``True`` and ``False`` are neither."""
-    return isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+    """Whether a value is whole, or also a float."""
+    return is_whole(value) or (not whole and isinstance(value, float))
 
 
 class Law:
@@ -180,11 +209,16 @@ class Law:
         Applied in order.
     greedy
         Whether p is all on the best token; of equal scores, the one with the lowest id.
+    wide
+        Whether to compute in float64, since the processors could outgrow float32.
     """
 
-    def __init__(self, processors: Sequence[Processor] = (), *, greedy: bool = False) -> None:
+    def __init__(
+        self, processors: Sequence[Processor] = (), *, greedy: bool = False, wide: bool = False
+    ) -> None:
         self.processors = tuple(processors)
         self.greedy = greedy
+        self.wide = wide
 
     def __call__(self, context: Context, logits: Float[Tensor, " V"]) -> Distribution:
         """p at one position.
@@ -194,7 +228,7 @@ class Law:
         NumericalError
             When a logit is NaN or plus infinity, or when no token is left that could come.
         """
-        scores = logits if logits.dtype == torch.float64 else logits.float()
+        scores = logits.double() if self.wide or logits.dtype == torch.float64 else logits.float()
         # The maximum is NaN if any score is, so one pass over the row finds both faults.
         if not math.isfinite(top := float(scores.max())):
             raise NumericalError(
@@ -259,7 +293,7 @@ def _min_tokens(least: int, end_ids: frozenset[int]) -> Processor:
     def process(context: Context, scores: Tensor) -> Tensor:
         if len(context.generated) >= least:
             return scores
-        here = ends[ends < len(scores)].to(scores.device)
+        here = ends[(ends >= 0) & (ends < len(scores))].to(scores.device)
         return scores.index_fill(0, here, -math.inf)
 
     return process

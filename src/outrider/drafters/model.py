@@ -19,7 +19,8 @@ class ModelDrafter:
 
     Each token's law is kept as it was drawn from: the draft's logits under the request's own
     processors. Vocabularies that differ only in padding are fine; padding rows are never
-    proposed, since models score real tokens only.
+    proposed, since models score real tokens only. Once a text holds a token that the draft lacks,
+    nothing more is proposed.
 
     Parameters
     ----------
@@ -87,7 +88,8 @@ class _ModelSession:
     def propose(self, tokens: Sequence[int], length: int, pick: Pick) -> Proposal:
         # The draft's own context may be shorter than the target's.
         length = min(length, self._model.context_length - len(tokens))
-        if length <= 0:
+        # A text with a token that the draft has no row for is one that it cannot read.
+        if length <= 0 or max(tokens) >= self._model.vocab_size:
             return Proposal()
         # What the last round rejected is taken back here, and what it added is fed: however
         # many rounds went by without a draft, this one starts from the committed tokens.

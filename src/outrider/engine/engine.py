@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, TypedDict, Unpack, cast
+from typing import Any, TypedDict, Unpack
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.core.chooser import SeededChooser
-from outrider.core.processors import Sampling
+from outrider.core.processors import Sampling, is_whole
 from outrider.drafters.model import ModelDrafter
 from outrider.engine.conversation import Conversation
 from outrider.engine.generation import Generation, Output
-from outrider.engine.loading import load_draft, load_model
+from outrider.engine.loading import load_draft, load_model, parse_device, parse_dtype
 from outrider.engine.prefix import Prefix
 from outrider.engine.round import Session
 from outrider.engine.transcript import Transcript
@@ -24,9 +24,16 @@ from outrider.models.hf import HFModel, eos_token_ids
 from outrider.models.tokenizer import HFTokenizer
 from outrider.policies.fixed import Fixed
 from outrider.protocols import Drafter, Model, Policy, Progress, Rule, Setting, Tokenizer
-from outrider.registry import DRAFTERS, POLICIES, RULES, did_you_mean
+from outrider.registry import (
+    DRAFTERS,
+    POLICIES,
+    RULES,
+    RUNTIMES,
+    did_you_mean,
+    refuse_argument,
+)
 
-__all__ = ["Engine", "Prompt", "SamplingArguments"]
+__all__ = ["Engine", "Prompt", "SamplingArguments", "check_load"]
 
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
 """A text to continue, a conversation to answer, or token ids as they are."""
@@ -68,8 +75,8 @@ class Engine:
 
     Raises
     ------
-    UnknownNameError
-        When a drafter or rule is not known.
+    UsageError
+        When a drafter, a rule or a draft length is not known, or is none.
     RollbackError
         When the target's cache cannot take rejected drafts back.
 
@@ -126,17 +133,15 @@ class Engine:
 
         Raises
         ------
+        UsageError
+            When a name or the device is not known; told before anything is loaded.
         ModelError
             When target or draft cannot be found, fetched, fitted into memory or read.
         """
-        # A misspelt name is told before minutes are spent on loading.
-        if isinstance(drafter, str):
-            _drafter_class(drafter)
-        if isinstance(rule, str) and rule != "auto":
-            RULES.load(rule)
-        if draft_length != "auto":
-            _policy(draft_length)
         options: dict[str, Any] = {"dtype": dtype, "device": device}
+        check_load(
+            drafter=drafter, rule=rule, draft_length=draft_length, runtime=runtime, **options
+        )
         model, tokenizer = load_model(target, runtime=runtime, **options)
         return cls(
             model,
@@ -156,8 +161,8 @@ class Engine:
         prompt: Prompt,
         *,
         max_tokens: int = 128,
-        stop: str | Sequence[str] = (),
-        stop_token_ids: Sequence[int] = (),
+        stop: str | Sequence[str] | None = (),
+        stop_token_ids: Sequence[int] | None = (),
         ignore_eos: bool = False,
         seed: int | None = None,
         plain: bool = False,
@@ -217,7 +222,7 @@ class Engine:
                 f"{self.model.context_length}, and at least one must be left for the answer.",
                 hint="Shorten the prompt.",
             )
-        draft = self.make_drafter("none" if plain else drafter or self.drafter)
+        draft = self.make_drafter("none" if plain else self.drafter if drafter is None else drafter)
         how = self.make_rule(values, rule)
         if draft.trees and not how.trees:
             raise UsageError(
@@ -226,15 +231,16 @@ class Engine:
             )
         policy = self.make_policy(draft, draft_length)
         eos = self.tokenizer.eos_token_ids if self.tokenizer and not ignore_eos else frozenset()
-        ends = eos | frozenset(stop_token_ids)
+        ends = eos | _stop_ids(stop_token_ids, self.model.vocab_size)
         ending = Transcript(
             self.tokenizer,
-            max_tokens=min(max_tokens, room),
+            max_tokens=max_tokens,
             eos_token_ids=ends,
-            stop_strings=[stop] if isinstance(stop, str) else list(stop),
+            stop_strings=stop,
+            room=room,
         )
         seed = secrets.randbits(63) if seed is None else seed
-        limit = len(ids) + min(max_tokens, room)
+        limit = len(ids) + ending.max_tokens
         # A cache that outlives this request must have room for the next one.
         capacity = limit if prefix is None else self.model.context_length
         prefix = prefix or Prefix()
@@ -264,29 +270,36 @@ class Engine:
         Raises
         ------
         PromptError
-            When it is empty, or holds ids outside the vocabulary.
+            When it is none of the three, is empty, or holds ids outside the vocabulary.
         """
-        text = isinstance(prompt, str)
-        if text or any(isinstance(part, Mapping) for part in prompt):
-            if self.tokenizer is None:
+        hint = "Give a text, a list of messages, or the target's own token ids."
+        if not isinstance(prompt, Iterable):
+            raise PromptError(f"A prompt was expected; got {prompt!r}.", hint=hint)
+        ids: Any = prompt if isinstance(prompt, str) else list(prompt)
+        words = None
+        if isinstance(ids, str) or any(isinstance(part, Mapping) for part in ids):
+            words = self.tokenizer
+            if words is None:
                 raise PromptError(
                     "This engine has no tokenizer, so a prompt must be token ids.",
                     hint="Pass tokenizer=... to Engine.",
                 )
-            if text:
-                return list(self.tokenizer.encode(cast(str, prompt)))
-            messages = cast(Sequence[Mapping[str, str]], prompt)
-            return list(self.tokenizer.encode_messages(messages))
-        ids = list(cast(Sequence[int], prompt))
+            ids = words.encode(ids) if isinstance(ids, str) else words.encode_messages(ids)
         if not ids:
             raise PromptError("The prompt is empty.", hint="Give at least one token.")
-        top = self.model.vocab_size - 1
-        if wrong := [t for t in ids if not (isinstance(t, int) and 0 <= t <= top)]:
+        rows = self.model.vocab_size
+        if wrong := _not_ids(ids, rows):
+            if words is not None:
+                raise PromptError(
+                    f"The tokenizer's token {wrong[0]}, {words.decode(wrong[:1])!r}, is none of "
+                    f"the {rows} that '{self.model.name}' has rows for.",
+                    hint="Leave that word out, or use the tokenizer that belongs to the model.",
+                )
             raise PromptError(
-                f"Token ids are whole numbers from 0 to {top}; the prompt holds {wrong[0]!r}.",
-                hint="Give a text, a list of messages, or the target's own token ids.",
+                f"Token ids are whole numbers from 0 to {rows - 1}; the prompt holds {wrong[0]!r}.",
+                hint=hint,
             )
-        return ids
+        return [int(token) for token in ids]
 
     def make_rule(self, sampling: Sampling, rule: str | Rule | None = None) -> Rule:
         """The rule for one request.
@@ -296,16 +309,7 @@ class Engine:
         SamplingError
             When it is ``greedy`` and the temperature is not 0.
         """
-        rule = rule or self.rule
-        if rule == "auto":
-            rule = "greedy" if sampling.greedy else "coupled"
-        made: Rule = RULES.load(rule)() if isinstance(rule, str) else rule
-        if made.name == "greedy" and not sampling.greedy:
-            raise SamplingError(
-                f"The greedy rule needs temperature 0; got {sampling.temperature}.",
-                hint="Use --rule auto, rejection or coupled.",
-            )
-        return made
+        return _rule(self.rule if rule is None else rule, sampling)
 
     def make_policy(
         self, drafter: Drafter | None = None, draft_length: int | str | None = None
@@ -326,6 +330,7 @@ class Engine:
             drafter = self._drafters[drafter]
         elif isinstance(drafter, PreTrainedModel):
             drafter = ModelDrafter(HFModel(drafter))
+        _check_offers(drafter, Drafter, "drafter")
         if drafter.name != "none" and self.model.rollback == "none":
             raise RollbackError(
                 f"The cache of '{self.model.name}' cannot take rejected drafts back.",
@@ -358,9 +363,77 @@ def _adopt(model: Any, tokenizer: Any) -> tuple[Model, Tokenizer | None]:
     return model, tokenizer
 
 
+def check_load(
+    *,
+    drafter: Any = "auto",
+    rule: Any = "auto",
+    draft_length: Any = "auto",
+    runtime: Any = "auto",
+    dtype: Any = None,
+    device: Any = None,
+    temperature: float = 0.0,
+) -> None:
+    """Raise ``UsageError`` for what is wrong in a request before minutes are spent on loading."""
+    if isinstance(drafter, str):
+        _drafter_class(drafter)
+    else:
+        _check_offers(drafter, Drafter, "drafter")
+    _rule(rule, Sampling(temperature=temperature))
+    if draft_length != "auto":
+        _policy(draft_length)
+    if runtime != "auto":
+        RUNTIMES.load(runtime)
+    parse_dtype(dtype)
+    parse_device(device)
+
+
+def _check_offers(part: Any, seam: type, kind: str) -> None:
+    """Refuse what is no part of a kind: anything at all, or a class in place of an object."""
+    if isinstance(part, type) or not isinstance(part, seam):
+        raise UsageError(
+            f"A {kind} is a name or offers outrider.protocols.{seam.__name__}; got {part!r}.",
+            hint="'auto' picks one.",
+        )
+
+
+def _rule(rule: Any, sampling: Sampling) -> Rule:
+    """A rule from a name or an object, if it is fit for the temperature."""
+    if isinstance(rule, str):
+        auto = "greedy" if sampling.greedy else "coupled"
+        rule = RULES.load(auto if rule == "auto" else rule)()
+    _check_offers(rule, Rule, "rule")
+    made: Rule = rule
+    if made.name == "greedy" and not sampling.greedy:
+        raise SamplingError(
+            f"The greedy rule needs temperature 0; got {sampling.temperature}.",
+            hint="Use --rule auto, rejection or coupled.",
+        )
+    return made
+
+
+def _not_ids(ids: Iterable[Any], vocab_size: int) -> list[Any]:
+    """Those that are no token ids."""
+    return [t for t in ids if not (is_whole(t) and 0 <= t < vocab_size)]
+
+
+def _stop_ids(ids: Any, vocab_size: int) -> frozenset[int]:
+    given = () if ids is None else ids
+    wrong = _not_ids(given, vocab_size) if isinstance(given, Iterable) else [given]
+    if wrong:
+        raise SamplingError(
+            f"stop_token_ids are whole numbers from 0 to {vocab_size - 1}, in a list; got "
+            f"{wrong[0]!r}.",
+            hint="Give the target's own token ids.",
+        )
+    return frozenset(int(token) for token in given)
+
+
 def _drafter_class(text: str) -> tuple[Any, str]:
     """From ``name:argument`` to the drafter's class and the argument."""
-    name, _, argument = ("ngram" if text == "auto" else text).partition(":")
+    name, _, argument = text.partition(":")
+    if name == "auto":
+        refuse_argument(name, argument)
+        name = "ngram"
     return DRAFTERS.load(name), argument
 
 

@@ -11,33 +11,49 @@ __all__ = ["Prefix"]
 
 
 class Prefix:
-    """Caches of an earlier request, with the tokens that the target's holds."""
+    """Caches of an earlier request, with the tokens that the target's holds.
+
+    They belong to one request at a time: once lent they are gone from here, until ``keep`` hands
+    them back. A request that is never kept, or that a second one is started beside, costs the
+    other one its head start and nothing more.
+    """
 
     def __init__(self) -> None:
-        self._cache: Cache | None = None
-        self._tokens: list[int] = []
+        self._kept: tuple[Model, Cache, list[int]] | None = None
         self._draft: tuple[Drafter, DraftSession] | None = None
+        self._lent: tuple[Drafter, DraftSession] | None = None
 
     def keep(self, session: Session) -> None:
-        """Remember a session's caches; call it when the session is over, whatever its end."""
-        session.cache.rollback(min(session.cache.length, len(session.tokens)))
-        self._cache = session.cache
-        self._tokens = session.tokens[: session.cache.length]
+        """Take a session's caches; call it when the session is over, whatever its end.
+
+        Not after an error: a pass that broke off may have fed some layers and not others.
+        """
+        cache = session.cache
+        cache.rollback(min(cache.length, len(session.tokens)))
+        self._kept = session.model, cache, session.tokens[: cache.length]
+        # Should it go on all the same, it must not write into what the next request reads.
+        session.cache = session.model.new_cache(session.limit)
+        if self._lent is not None and self._lent[1] is session.draft:
+            self._draft = self._lent
 
     def cache_for(self, model: Model, ids: Sequence[int], capacity: int) -> Cache:
         """The cache to start from: rolled back to what ``ids`` has in common with it."""
-        if self._cache is None:
-            self._cache = model.new_cache(capacity)
+        kept, self._kept = self._kept, None
+        if kept is None or kept[0] is not model:
+            return model.new_cache(capacity)
+        _, cache, tokens = kept
         common = 0
-        for ours, theirs in zip(self._tokens, ids[:-1], strict=False):
+        for ours, theirs in zip(tokens, ids[:-1], strict=False):
             if ours != theirs:
                 break
             common += 1
-        self._cache.rollback(common)
-        return self._cache
+        cache.rollback(common)
+        return cache
 
     def draft_for(self, drafter: Drafter, ids: Sequence[int], capacity: int) -> DraftSession:
         """The drafter's session, the earlier one if the drafter is the same."""
-        if self._draft is None or self._draft[0] is not drafter:
-            self._draft = (drafter, drafter.start(ids, capacity))
-        return self._draft[1]
+        lent, self._draft = self._draft, None
+        if lent is None or lent[0] is not drafter:
+            lent = drafter, drafter.start(ids, capacity)
+        self._lent = lent
+        return lent[1]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+from outrider.core.processors import is_whole
 from outrider.engine.generation import FinishReason
 from outrider.errors import SamplingError
 from outrider.protocols import Tokenizer
@@ -31,16 +32,19 @@ class Transcript:
         Decodes tokens; with ``None`` there is no text.
     max_tokens
         Most tokens to take, at least 1.
+    room
+        Places that the context has left, where they are known: the end of the context ends the
+        output like ``max_tokens``, which becomes the lesser of the two.
     eos_token_ids
         Tokens that end the output.
     stop_strings
-        Texts that end the output.
+        One text or several that end the output.
 
     Raises
     ------
     SamplingError
-        When ``max_tokens`` is below 1, a stop string is empty, or there are stop strings but no
-        tokenizer.
+        When ``max_tokens`` is not a whole number of at least 1, a stop string is empty or no
+        text, or there are stop strings but no tokenizer.
 
     Example
     -------
@@ -60,25 +64,34 @@ class Transcript:
         *,
         max_tokens: int,
         eos_token_ids: frozenset[int],
-        stop_strings: Sequence[str] = (),
+        stop_strings: str | Sequence[str] | None = (),
+        room: int | None = None,
     ) -> None:
-        if max_tokens < 1:
-            raise SamplingError(f"max_tokens must be at least 1; got {max_tokens}.")
-        if "" in stop_strings:
+        if not (is_whole(max_tokens) and max_tokens >= 1):
+            raise SamplingError(
+                f"max_tokens must be a whole number, at least 1; got {max_tokens!r}."
+            )
+        stops = [stop_strings] if isinstance(stop_strings, str) else stop_strings or ()
+        if not isinstance(stops, Iterable) or not all(isinstance(s, str) for s in stops):
+            raise SamplingError(
+                f"Stop strings must be a text or a list of texts; got {stop_strings!r}.",
+                hint="For tokens there is stop_token_ids.",
+            )
+        if "" in stops:
             raise SamplingError(
                 "A stop string is empty, so it would end every output at once.",
                 hint="Leave it out.",
             )
-        if stop_strings and tokenizer is None:
+        if stops and tokenizer is None:
             raise SamplingError(
                 "Stop strings need a tokenizer, and this engine has none.",
                 hint="Use stop_token_ids.",
             )
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
-        self._max_tokens = max_tokens
+        self.max_tokens = int(max_tokens) if room is None else min(int(max_tokens), room)
         self._eos = eos_token_ids
-        self._stops = tuple(stop_strings)
+        self._stops = tuple(stops)
         self._longest = max(map(len, self._stops), default=1)
         self._stream = tokenizer.stream() if tokenizer else None
         self._pieces: list[str] = []
@@ -105,7 +118,7 @@ class Transcript:
             self._held += self._stream.push(token_id)
         if self._cut_at_stop():
             return self._release(len(self._held))
-        if len(self.token_ids) == self._max_tokens:
+        if len(self.token_ids) == self.max_tokens:
             return self.close("length")
         return self._release(len(self._held) - self._undecided())
 

@@ -21,6 +21,7 @@ from transformers.generation import (
     GenerationMixin,
     PrefixConstrainedLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
+    StopStringCriteria,
     SynthIDTextWatermarkLogitsProcessor,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
@@ -51,6 +52,8 @@ def transformers_generate(
     rule: str | Rule = "auto",
     draft_length: int | Literal["auto"] = "auto",
     streamer: Any = None,
+    stop_strings: str | list[str] | None = None,
+    tokenizer: Any = None,
     **model_kwargs: Any,
 ) -> GenerateDecoderOnlyOutput | Int[Tensor, "batch longer"]:
     """For ``model.generate(**inputs, custom_generate=outrider.transformers_generate)``.
@@ -67,8 +70,11 @@ def transformers_generate(
     drafter, rule, draft_length
         As in ``outrider.Engine``; a transformers model with the same tokenizer may stand for a
         drafter.
-    streamer
-        By default the one that ``generate`` was called with.
+    streamer, tokenizer
+        By default those that ``generate`` was called with.
+    stop_strings
+        As in ``generate``, with ``tokenizer``; but ``generate`` itself refuses those that stand in
+        a ``generation_config``, before this function is called.
 
     Returns
     -------
@@ -82,7 +88,7 @@ def transformers_generate(
     UsageError
         When a setting cannot be honoured: beams, contrastive or guided decoding, attentions or
         hidden states in the output, SynthID watermarks, a cache that already holds tokens, inputs
-        besides text.
+        besides text, stop strings without a tokenizer.
 
     Example
     -------
@@ -95,7 +101,17 @@ def transformers_generate(
     torch.Size([1, 6])
     """
     _refuse_what_cannot_be_kept(generation_config, logits_processor, model_kwargs)
-    streamer = _streamer_of_generate() if streamer is None else streamer
+    given = _given_to_generate()
+    streamer = given.get("streamer") if streamer is None else streamer
+    if stop_strings:
+        tokenizer = given.get("tokenizer") if tokenizer is None else tokenizer
+        if tokenizer is None:
+            raise UsageError(
+                "Stop strings need the model's tokenizer; got none.",
+                hint="Pass tokenizer=tokenizer to generate.",
+            )
+        stop = StopStringCriteria(tokenizer=tokenizer, stop_strings=stop_strings)
+        stopping_criteria = StoppingCriteriaList([*stopping_criteria, stop])
     engine = Engine(model, drafter=drafter, rule=rule, draft_length=draft_length)
     wants_rows = generation_config.return_dict_in_generate and (
         generation_config.output_scores or generation_config.output_logits
@@ -127,12 +143,22 @@ def transformers_generate(
     )
 
 
-def _streamer_of_generate() -> Any:
-    """transformers 5.24 hands a callable neither its streamer nor a way to ask for it."""
+def _given_to_generate() -> dict[str, Any]:
+    """The streamer and the tokenizer of the running ``generate``, which hands on neither.
+
+    transformers 5.24 keeps its streamer from a callable, and drops its tokenizer at once; that is
+    still among the arguments of the decorator around ``generate``.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not _GENERATE:
         frame = frame.f_back
-    return None if frame is None else frame.f_locals.get("streamer")
+    if frame is None or frame.f_back is None:
+        return {}
+    decorated = frame.f_back.f_locals.get("kwargs", {})
+    return {
+        "streamer": frame.f_locals.get("streamer"),
+        "tokenizer": decorated.get("tokenizer"),
+    }
 
 
 class _Row:

@@ -18,7 +18,7 @@ from io import BufferedIOBase
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from outrider.errors import ChecksumError, DownloadError, UnknownNameError
+from outrider.errors import ChecksumError, DownloadError, UnknownNameError, UsageError
 from outrider.registry import did_you_mean
 
 __all__ = [
@@ -162,11 +162,23 @@ CATALOGUE = {
 
 
 def cache_folder() -> Path:
-    """Where fetched models are kept: ``$OUTRIDER_CACHE``, else below the user's cache."""
-    if own := os.environ.get("OUTRIDER_CACHE"):
-        return Path(own).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "outrider"
+    """Where fetched models are kept: ``$OUTRIDER_CACHE``, else below the user's cache.
+
+    Raises
+    ------
+    UsageError
+        When the folder is below the home of a user who does not exist.
+    """
+    own = os.environ.get("OUTRIDER_CACHE")
+    base = own or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    try:
+        folder = Path(base).expanduser()
+    except RuntimeError as error:
+        raise UsageError(
+            f"The cache folder '{base}' cannot be found: {str(error).rstrip('.')}.",
+            hint="Set OUTRIDER_CACHE to a folder that can be written to.",
+        ) from error
+    return folder if own else folder / "outrider"
 
 
 def path_of(entry: Entry) -> Path:

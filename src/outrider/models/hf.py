@@ -7,6 +7,7 @@ import inspect
 import io
 import shutil
 import tempfile
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, suppress
 from pathlib import Path
@@ -15,10 +16,17 @@ from typing import Any
 import torch
 import transformers
 from jaxtyping import Float
+from safetensors import SafetensorError
 from torch import Tensor
 
 from outrider.core.proposal import Proposal
-from outrider.errors import ModelError, ModelFileError, ModelNotFoundError, ProposalError
+from outrider.errors import (
+    ModelError,
+    ModelFileError,
+    ModelNotFoundError,
+    OutriderError,
+    ProposalError,
+)
 from outrider.models import attention, catalogue, memory
 from outrider.models.hf_cache import HFCache, continues_from_state, rollback_of
 from outrider.models.locate import Located
@@ -302,12 +310,10 @@ def load(
                 module, words = _from_gguf(located.path, dtype)
             else:
                 module, words = _from_pretrained(str(located.path or located.repo), dtype)
-        module = module.to(device)
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, OutriderError):
         raise
     except Exception as error:  # transformers raises whatever its many loaders meet
-        lines = str(error).strip().splitlines()
-        reason = lines[0] if lines else type(error).__name__
+        reason = _reason(error)
         if located.kind == "hub" and isinstance(error, OSError):
             raise ModelNotFoundError(
                 f"The hub repository '{located.repo}' could not be read: {reason}",
@@ -317,6 +323,17 @@ def load(
             f"'{located.path or located.repo}' could not be loaded as a language model: {reason}",
             hint="Is the file whole, and of a family that transformers knows?",
         ) from error
+    if located.kind == "gguf" and located.path is not None:
+        _keep_unpacked(module, words, _unpacked_folder(located.path, dtype))
+    try:
+        module = module.to(device)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise ModelError(
+            f"'{located.name}' could not be moved to the device '{device}': {_reason(error)}",
+            hint="Choose another --device.",
+        ) from error
     tokenizer = HFTokenizer(words, eos_token_ids(module))
     model = HFModel(module, name=located.name, vocab_size=tokenizer.vocab_size, same_numbers=True)
     return model, tokenizer
@@ -324,8 +341,30 @@ def load(
 
 def _from_pretrained(source: str | Path, dtype: torch.dtype) -> tuple[Any, Any]:
     module = _whole_module(source, dtype=dtype, use_safetensors=True)
-    words = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    return module, words
+    return module, _words(source, source)
+
+
+def _words(where: str | Path, source: str | Path, **options: Any) -> Any:
+    """A tokenizer that transformers did not have to make up."""
+    try:
+        words = transformers.AutoTokenizer.from_pretrained(
+            source, trust_remote_code=False, **options
+        )
+        if set(words.get_vocab()) <= set(words.all_special_tokens):
+            raise ValueError("it has no words.")
+    except Exception as error:  # each kind of tokenizer has its own ways to fail
+        raise ModelFileError(
+            f"The tokenizer files of '{where}' are missing or broken: {_reason(error)}",
+            hint="Copy tokenizer.json and tokenizer_config.json beside the weights, or fetch the "
+            "model again.",
+        ) from error
+    return words
+
+
+def _reason(error: Exception) -> str:
+    """The first line of what some library says."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def _whole_module(source: str | Path, **options: Any) -> Any:
@@ -349,7 +388,7 @@ def _whole_module(source: str | Path, **options: Any) -> Any:
 def _from_gguf(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     """Dequantize a GGUF file, or load what an earlier call made of it."""
     unpacked = _unpacked_folder(path, dtype)
-    if (unpacked / "config.json").is_file():
+    if _is_whole(unpacked):
         return _from_pretrained(unpacked, dtype)
     module = _whole_module(
         path.parent,
@@ -357,13 +396,19 @@ def _from_gguf(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
         dtype=dtype,
         quantization_config=transformers.GgufConfig(dequantize=True),
     )
-    words = transformers.AutoTokenizer.from_pretrained(
-        path.parent, gguf_file=path.name, trust_remote_code=False
-    )
+    return module, _words(path, path.parent, gguf_file=path.name)
+
+
+def _keep_unpacked(module: Any, words: Any, unpacked: Path) -> None:
+    """Save a dequantized model for the next time; where it cannot be, the next time is slow."""
+    if _is_whole(unpacked):
+        return
     size_bytes = sum(p.nbytes for p in module.parameters())
-    unpacked.parent.mkdir(parents=True, exist_ok=True)
-    if shutil.disk_usage(unpacked.parent).free > 4 * size_bytes:
-        with tempfile.TemporaryDirectory(dir=unpacked.parent, prefix=".part-") as part:
+    try:
+        unpacked.parent.mkdir(parents=True, exist_ok=True)
+        if shutil.disk_usage(unpacked.parent).free <= 4 * size_bytes:
+            return
+        with _quiet(), tempfile.TemporaryDirectory(dir=unpacked.parent, prefix=".part-") as part:
             module.save_pretrained(part)
             words.save_pretrained(part)
             # Renamed in one step, so that a folder with this name is always whole; a second
@@ -371,16 +416,28 @@ def _from_gguf(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
             with suppress(OSError):
                 Path(part).rename(unpacked)
                 Path(part).mkdir()
-    return module, words
+    except (OSError, SafetensorError) as error:
+        warnings.warn(
+            f"The unpacked model could not be kept in '{unpacked.parent}', so it is unpacked each "
+            f"time: {_reason(error).rstrip('.')}. Set OUTRIDER_CACHE to a folder that can be "
+            "written to.",
+            stacklevel=2,
+        )
 
 
 def _cheapest(located: Located, dtype: torch.dtype) -> Located:
     """The same weights where their header is quick to read."""
     if located.kind == "gguf" and located.path is not None:
         unpacked = _unpacked_folder(located.path, dtype)
-        if (unpacked / "config.json").is_file():
+        if _is_whole(unpacked):
             return Located("folder", located.name, path=unpacked)
     return located
+
+
+def _is_whole(unpacked: Path) -> bool:
+    with suppress(OSError):  # no right to look
+        return (unpacked / "config.json").is_file()
+    return False
 
 
 def _unpacked_folder(path: Path, dtype: torch.dtype) -> Path:

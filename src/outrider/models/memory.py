@@ -141,6 +141,8 @@ def _folder_facts(path: Path) -> Facts:
     from safetensors import safe_open
 
     config = json.loads((path / "config.json").read_text())
+    if not isinstance(config, dict):
+        raise ValueError(f"config.json holds no object but {str(config)[:40]!r}")
     config = config.get("text_config", config)
     parameters, kinds = 0, []
     files = _weight_files(path)

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from outrider.core.proposal import Proposal
+from outrider.errors import NumericalError
 from outrider.protocols import Model
 
 __all__ = ["Numbers", "check_numbers", "row_step"]
@@ -80,6 +81,11 @@ def check_numbers(
         A text of some length: half is context, the positions after it are compared.
     widths
         Numbers of drafted tokens scored together.
+
+    Raises
+    ------
+    NumericalError
+        When a row of logits has no finite maximum: of such rows nothing can be said.
     """
     half = len(tokens) // 2
     longest = min(max(widths), len(tokens) - half - 1)
@@ -100,12 +106,19 @@ def check_numbers(
             for i in range(longest + 1)
         ]
     )
-    worst, compared = 0.0, 0
+    if not alone.amax(-1).isfinite().all():
+        raise NumericalError(
+            f"The logits of '{model.name}' are not finite numbers.",
+            hint="Try a wider dtype (float32), or check the model's weights.",
+        )
+    same, worst, compared = True, 0.0, 0
     for width in widths:
         if width > longest:
             continue
         for split in (0, 1):
             block = rows(width, split)
-            worst = max(worst, float((block - alone[: width + 1]).abs().max()))
+            same &= torch.equal(block, alone[: width + 1])
+            # Where both are minus infinity, their difference is no number.
+            worst = max(worst, float((block - alone[: width + 1]).abs().nan_to_num(0.0).max()))
             compared += width + 1
-    return Numbers(worst == 0.0, worst, compared)
+    return Numbers(same, worst, compared)

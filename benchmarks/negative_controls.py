@@ -1,0 +1,215 @@
+"""How few outputs show each fault of ``tests/controls.py``; the table of ``docs/controls.md``.
+
+    python -m benchmarks.negative_controls [--target smollm2-135m] [--only NAME] [--json FILE]
+    python -m benchmarks.negative_controls --write-docs
+
+Tested at 50, 100, 200, ... outputs of each kind until the audit says *different*. Plain outputs
+are drawn once for each request and shared by all controls that make it. Each result is added to
+the file as soon as it is known, and one that is there is not sought again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outrider import Engine
+from outrider.audit.sampled import NEAR_TIE, audit_tokens, equal_tokens_promised
+from outrider.audit.statistics import Stratum, compare
+from outrider.drafters.model import ModelDrafter
+from outrider.engine.prefix import Prefix
+from tests.controls import (
+    CONTROLS,
+    PROMPT,
+    REAL_PROMPT,
+    SEED,
+    Control,
+    enumerate_control,
+    toy_engine,
+)
+
+FIRST = 50
+DOCS = Path(__file__).parents[1] / "docs/controls.md"
+BEGIN, END = "<!-- controls: begin -->", "<!-- controls: end -->"
+TOY, REAL = "toy", "smollm2-135m"
+
+
+@dataclass
+class Drawn:
+    """One side's outputs; the seeds are those of ``audit_samples`` with one prompt."""
+
+    engine: Engine
+    prompt: list[int]
+    request: dict[str, Any]
+    plain: bool
+    outputs: list[list[int]] = field(default_factory=list)
+    prefix: Prefix = field(default_factory=Prefix)
+
+    def first(self, samples: int) -> list[list[int]]:
+        """Draw what is missing of so many, and return them."""
+        while len(self.outputs) < samples:
+            seed = SEED + 2 * len(self.outputs) + (not self.plain)
+            generation = self.engine.stream(
+                self.prompt, seed=seed, plain=self.plain, prefix=self.prefix, **self.request
+            )
+            self.outputs.append(generation.output.token_ids)
+            self.prefix.keep(generation.session)
+        return self.outputs[:samples]
+
+
+def blurred(engine: Engine) -> ModelDrafter:
+    """A draft that often agrees and often does not: the target, its logits flattened and noised.
+
+    The target's own first layers would do for greedy decoding, but under sampling they agree
+    with it once in seventy drafts, and what is hardly ever kept can hardly be kept wrongly.
+    """
+    model = copy.copy(engine.model)
+    noise = torch.randn(model.vocab_size, generator=torch.Generator().manual_seed(0))
+    score = engine.model.score
+
+    def blur(cache: Any, tokens: Any, proposal: Any) -> torch.Tensor:
+        return 0.8 * score(cache, tokens, proposal).float() + noise
+
+    model.score = blur
+    return ModelDrafter(model)
+
+
+def smallest(
+    control: Control, engine: Engine, most: int, plain: dict[str, Drawn], *, toy: bool
+) -> int | None:
+    """The least of 50, 100, 200, ... outputs of each kind that show the fault, if any does."""
+    broken = control.apply(engine)
+    request = control.request() if toy else control.request(engine=engine)
+    prompt = PROMPT if toy else engine.encode(REAL_PROMPT)
+    sizes = [FIRST * 2**k for k in range(8) if FIRST * 2**k <= most]
+    if equal_tokens_promised(control.rule):
+        # A toy's numbers are exact, and so are those of a target that keeps its bits.
+        exact = toy or getattr(engine.model, "row_step", None) is not None
+        tie = 0.0 if exact else NEAR_TIE
+        sizes = [1] if control.sampling.greedy else sizes
+        for size in sizes:
+            report = audit_tokens(broken, [prompt], size, seed=SEED, request=request, near_tie=tie)
+            if report.verdict == "different":
+                return size
+        return None
+    key = f"{control.rule} {control.vocab if toy else 0} {control.draft_seed} {request}"
+    if key not in plain:
+        plain[key] = Drawn(control.sound(engine), prompt, request, plain=True)
+    ours = Drawn(broken, prompt, request, plain=False)
+    for size in sizes:
+        if compare([Stratum(plain[key].first(size), ours.first(size))]).verdict == "different":
+            return size
+    return None
+
+
+def measure(name: str, target: str, engine: Engine | None, most: int, plain: Any) -> dict[str, Any]:
+    """One control's row."""
+    control = CONTROLS[name]
+    row: dict[str, Any] = {"control": name, "target": target, "most": most}
+    if engine is None:
+        if control.enumerable:
+            report = enumerate_control(control, control.apply(toy_engine(3)))
+            row["enumeration"] = (report.broken and "noise used twice") or report.largest_difference
+        engine = toy_engine(control.vocab, control.draft_seed)
+        tried = control.sampled
+        toy = True
+    else:
+        toy, tried = False, control.real is not None
+    row["tried"] = tried
+    row["smallest"] = smallest(control, engine, most, plain, toy=toy) if tried else None
+    return row
+
+
+def read(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    """The finished results of a file of JSON lines; a line that was cut off does not count."""
+    found = {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        found[row["control"], row["target"]] = row
+    return found
+
+
+def cell(row: dict[str, Any] | None) -> str:
+    """A smallest sample size, as the table shows it."""
+    if row is None:
+        return ""
+    if not row["tried"]:
+        return "—"
+    return str(row["smallest"] or f"> {row['most']}")
+
+
+def table(rows: dict[tuple[str, str], dict[str, Any]], known: list[list[str]]) -> str:
+    """The table; cells that the results lack are taken from the known one."""
+    before = {cells[0]: cells for cells in known}
+    lines = [
+        f"| control | what is wrong | by enumeration | on the toy | on {REAL} |",
+        "|---|---|---|---|---|",
+    ]
+    for name, control in CONTROLS.items():
+        old = before.get(name, [""] * 5)
+        toy, real = rows.get((name, TOY)), rows.get((name, REAL))
+        seen = (toy or {}).get("enumeration", "not seen")
+        seen = f"{seen:.2g}" if isinstance(seen, float) else seen
+        wrong = control.wrong.replace("|", "\\|") + (f" ({control.unseen}.)" * bool(control.unseen))
+        cells = [
+            name.replace("|", "\\|"), wrong, seen if toy else old[2], cell(toy) or old[3],
+            cell(real) or old[4],
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def rows_of(text: str) -> list[list[str]]:
+    """The cells of the table between the two marker lines."""
+    body = text.partition(BEGIN)[2].partition(END)[0].strip().splitlines()[2:]
+    bar = "\0"
+    cut = [line.replace("\\|", bar).strip().strip("|").split("|") for line in body]
+    return [[c.strip().replace(bar, "|") for c in cells] for cells in cut]
+
+
+def write_docs(rows: dict[tuple[str, str], dict[str, Any]]) -> None:
+    """Put the table between the two marker lines."""
+    text = DOCS.read_text()
+    head, tail = text.partition(BEGIN)[0], text.partition(END)[2]
+    DOCS.write_text(f"{head}{BEGIN}\n{table(rows, rows_of(text))}\n{END}{tail}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--target", default=TOY)
+    parser.add_argument("--only", action="append", choices=list(CONTROLS))
+    parser.add_argument("--most", type=int, help="6400 on the toy, 1600 on a real target")
+    parser.add_argument("--json", type=Path, default=Path("controls.jsonl"))
+    parser.add_argument("--write-docs", action="store_true", help="write what the file holds")
+    args = parser.parse_args()
+    rows = read(args.json)
+    if args.write_docs:
+        return write_docs(rows)
+    toy = args.target == TOY
+    most = args.most or (6400 if toy else 1600)
+    engine = None
+    if not toy:
+        engine = Engine.load(args.target)
+        engine.drafter = blurred(engine)
+    plain: dict[str, Drawn] = {}
+    for name in args.only or CONTROLS:
+        if (name, args.target) in rows:
+            continue
+        row = measure(name, args.target, engine, most, plain)
+        with args.json.open("a") as out:
+            out.write(json.dumps(row) + "\n")
+        print(name, row.get("enumeration", ""), cell(row), sep=" | ", flush=True)
+    return None
+
+
+if __name__ == "__main__":
+    main()
