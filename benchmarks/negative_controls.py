@@ -3,8 +3,8 @@
     python -m benchmarks.negative_controls [--target smollm2-135m] [--only NAME] [--json FILE]
     python -m benchmarks.negative_controls --write-docs
 
-Tested at 50, 100, 200, ... outputs of each kind until the audit says *different*. Plain outputs
-are drawn once for each request and shared by all controls that make it. Each result is added to
+Tested at 50, 100, 200, ... outputs of each kind until the audit says *different*. On a real
+target plain outputs are drawn once for each request and shared by all controls that make it. Each result is added to
 the file as soon as it is known, and one that is there is not sought again.
 """
 
@@ -98,9 +98,12 @@ def smallest(
             if report.verdict == "different":
                 return size
         return None
-    key = f"{control.rule} {control.vocab if toy else 0} {control.draft_seed} {request}"
+    # On a toy the fault's own engine decodes plainly too, on its own noise, as an audit's does:
+    # then a test that audits with as many outputs sees the very same ones.
+    key = f"{control.wrong if toy else control.rule} {request}"
     if key not in plain:
-        plain[key] = Drawn(control.sound(engine), prompt, request, plain=True)
+        sound = broken if toy else control.sound(engine)
+        plain[key] = Drawn(sound, prompt, request, plain=True)
     ours = Drawn(broken, prompt, request, plain=False)
     for size in sizes:
         if compare([Stratum(plain[key].first(size), ours.first(size))]).verdict == "different":

@@ -1,13 +1,14 @@
 """Faults that speculative decoders have had, each as a kind, on toy models.
 
 The numbers are those of the project's list of cases. Cases that belong to one module have their
-tests beside that module's: 6 and 15 with processors and rules, 7, 10 and 20 with the runtimes.
+tests beside that module's: 7, 8, 10 and 20 with the runtimes, 3 and 15 under ``statistical``.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from outrider import Engine
 from outrider.drafters.model import ModelDrafter
@@ -109,6 +110,26 @@ def test_case_5_never_more_than_max_tokens(max_tokens, k):
         assert summary["emitted_tokens"] == max_tokens
         # Nothing is drafted that could not be emitted.
         assert summary["drafted_tokens"] <= max_tokens * (max_tokens - 1) / 2 + max_tokens
+
+
+@pytest.mark.parametrize("request_", [{}, {"temperature": 1.0, "top_k": 1, "seed": 3}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("k", [1, 3, 8])
+def test_case_6_one_tie_rule_for_every_drafter(request_, dtype, k):
+    """Logits of a few different values, so that many positions are ties."""
+
+    class Coarse(ToyModel):
+        def score(self, cache, tokens, proposal):
+            return torch.round(super().score(cache, tokens, proposal)).to(dtype)
+
+    random = ToyModel.random(VOCAB, seed=3, order=3, sharpness=1.0)
+    e = Engine(Coarse(random.next, VOCAB), ToyTokenizer(VOCAB), drafter="none")
+    plain, found = both(e, k=k, max_tokens=40, **request_)
+    whole = [*PROMPT, *plain.token_ids]
+    rows = [np.round(np.log(random.next(whole[:i]))) for i in range(len(PROMPT), len(whole))]
+    assert sum((row == row.max()).sum() > 1 for row in rows) > 10
+    for name, output in found.items():
+        assert output.token_ids == plain.token_ids, name
 
 
 @pytest.mark.parametrize("draft_context", [100, 93, 60])
