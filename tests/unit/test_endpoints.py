@@ -8,15 +8,11 @@ from contextlib import ExitStack
 
 import pytest
 
-from outrider.audit.endpoints import (
-    LONGEST_HOLD_S,
-    Answer,
-    Pace,
-    audit_endpoints,
-    base_url,
-    compare_logprobs,
-    words,
-)
+from outrider.audit.endpoints import audit_endpoints
+from outrider.audit.endpoints.answers import Answer, words
+from outrider.audit.endpoints.client import base_url
+from outrider.audit.endpoints.logprobs import compare_logprobs
+from outrider.audit.endpoints.pace import LONGEST_HOLD_S, Pace
 from outrider.errors import EndpointError, UsageError
 from tests.contract.test_exact_laws import NoResidual
 from tests.servers import ToyServer, toy_engine
