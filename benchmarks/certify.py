@@ -16,15 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
+from benchmarks.drafts import blurred
 from outrider import Engine
 from outrider.audit.sampled import audit_tokens
 from outrider.audit.statistics import Stratum, compare
-from outrider.drafters.model import ModelDrafter
 from outrider.drafters.shape import Static
 from outrider.engine.prefix import Prefix
-from outrider.models.hf import HFModel
 from outrider.protocols import Drafter
 
 TARGET = "smollm2-135m"
@@ -43,23 +41,14 @@ DOCS = Path(__file__).parent.parent / "docs" / "audits.md"
 BEGIN, END = "<!-- table -->", "<!-- end of table -->"
 
 
-def shallow(engine: Engine, layers: int = 6) -> HFModel:
-    """A draft with real disagreements: the target's own first layers and its output head."""
-    config = type(engine.model.config)(
-        **(engine.model.config.to_dict() | {"num_hidden_layers": layers})
-    )
-    small = AutoModelForCausalLM.from_config(config, dtype=engine.model.module.dtype)
-    small.load_state_dict(engine.model.module.state_dict(), strict=False)
-    return HFModel(small, vocab_size=engine.model.vocab_size)
-
-
-def configurations(draft: HFModel) -> Iterator[tuple[str, str, Drafter | str, int]]:
+def configurations(base: Engine) -> Iterator[tuple[str, str, Drafter | str, int]]:
     """Rule, drafter's name, drafter, draft length."""
     for rule in ("rejection", "block", "coupled"):
+        model = blurred(base)
         yield rule, "ngram", "ngram", 2
-        yield rule, "model", ModelDrafter(draft), 2
+        yield rule, "model", model, 2
         if rule != "block":  # it judges chains
-            yield rule, "model, tree 3,2", ModelDrafter(draft, shape=Static((3, 2))), 2
+            yield rule, "model, tree 3,2", blurred(base, Static((3, 2))), 2
 
 
 def draw(engine: Engine, ids: list[int], count: int, seed: int, **request: Any) -> list[list[int]]:
@@ -74,11 +63,10 @@ def draw(engine: Engine, ids: list[int], count: int, seed: int, **request: Any) 
 def audit(temperature: float, path: Path, alpha: float = 1e-3) -> None:
     done = {(r["temperature"], r["rule"], r["drafter"]) for r in read(path)}
     base = Engine.load(TARGET, drafter="none")
-    draft = shallow(base)
     ids = base.encode(PROMPTS[temperature])
     request = {"max_tokens": TOKENS, "temperature": temperature, "top_p": TOP_P}
     samples, plain = SAMPLES[temperature], None
-    for rule, name, drafter, length in configurations(draft):
+    for rule, name, drafter, length in configurations(base):
         if (temperature, rule, name) in done:
             continue
         engine = Engine(base.model, base.tokenizer, drafter=drafter, rule=rule, draft_length=length)

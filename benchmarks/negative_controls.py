@@ -3,26 +3,23 @@
     python -m benchmarks.negative_controls [--target smollm2-135m] [--only NAME] [--json FILE]
     python -m benchmarks.negative_controls --write-docs
 
-Tested at 50, 100, 200, ... outputs of each kind until the audit says *different*. On a real
-target plain outputs are drawn once for each request and shared by all controls that make it. Each result is added to
-the file as soon as it is known, and one that is there is not sought again.
+Tested at 50, 100, 200, ... outputs of each kind until the audit says *different*. On a real target
+plain outputs are drawn once for each request and shared by all controls that make it. Each result
+is added to the file as soon as it is known, and one that is there is not sought again.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from benchmarks.drafts import blurred
 from outrider import Engine
 from outrider.audit.sampled import NEAR_TIE, audit_tokens, equal_tokens_promised
 from outrider.audit.statistics import Stratum, compare
-from outrider.drafters.model import ModelDrafter
 from outrider.engine.prefix import Prefix
 from tests.controls import (
     CONTROLS,
@@ -63,23 +60,6 @@ class Drawn:
         return self.outputs[:samples]
 
 
-def blurred(engine: Engine) -> ModelDrafter:
-    """A draft that often agrees and often does not: the target, its logits flattened and noised.
-
-    The target's own first layers would do for greedy decoding, but under sampling they agree
-    with it once in seventy drafts, and what is hardly ever kept can hardly be kept wrongly.
-    """
-    model = copy.copy(engine.model)
-    noise = torch.randn(model.vocab_size, generator=torch.Generator().manual_seed(0))
-    score = engine.model.score
-
-    def blur(cache: Any, tokens: Any, proposal: Any) -> torch.Tensor:
-        return 0.8 * score(cache, tokens, proposal).float() + noise
-
-    model.score = blur
-    return ModelDrafter(model)
-
-
 def smallest(
     control: Control, engine: Engine, most: int, plain: dict[str, Drawn], *, toy: bool
 ) -> int | None:
@@ -117,7 +97,7 @@ def measure(name: str, target: str, engine: Engine | None, most: int, plain: Any
     row: dict[str, Any] = {"control": name, "target": target, "most": most}
     if engine is None:
         if control.enumerable:
-            report = enumerate_control(control, control.apply(toy_engine(3)))
+            report = enumerate_control(control, control.apply(toy_engine(*control.walked)))
             row["enumeration"] = (report.broken and "noise used twice") or report.largest_difference
         engine = toy_engine(control.vocab, control.draft_seed)
         tried = control.sampled

@@ -226,7 +226,9 @@ class ForgetsReplacement(Rejection):
 # --- rules: block, coupled, greedy ---------------------------------------------------------------
 
 
-def _block(target, proposal, chooser, position, round, *, cap=1.0, by_weight=False) -> Verdict:
+def _block(
+    target, proposal, chooser, position, round, *, cap=1.0, by_weight=False, weighed_repair=True
+) -> Verdict:
     """Block verification with a place to put each fault; without one it is exact."""
 
     def surplus(p, q, weight):
@@ -248,6 +250,8 @@ def _block(target, proposal, chooser, position, round, *, cap=1.0, by_weight=Fal
             chance = mass / max(mass + 1.0 - weight, 1e-300) if mass > 0.0 else 0.0
             if by_weight:
                 chance = weight
+            if not weighed_repair:
+                _, after = surplus(p, q, 1.0)
         if chooser.accept(min(1.0, chance), Place(position + node, "accept", round, node)):
             kept, repair = node, after
     token = chooser.draw(repair or p, Place(position + kept + 1, "residual", round))
@@ -274,6 +278,13 @@ class BlockTestsByWeight(Block):
 
     def judge(self, target, proposal, chooser, position, round):
         return _block(target, proposal, chooser, position, round, by_weight=True)
+
+
+class BlockRepairsUnweighed(Block):
+    """Repairs from max(0, p − q), whatever the weight of the prefix that stands."""
+
+    def judge(self, target, proposal, chooser, position, round):
+        return _block(target, proposal, chooser, position, round, weighed_repair=False)
 
 
 class RepairsOnFreshNoise(Coupled):
@@ -573,6 +584,8 @@ class Control:
         Of the draft.
     vocab, draft_seed
         Of the toy that is sampled.
+    walked
+        The same of the toy that is enumerated.
     enumerable
         Whether the fault lies in what enumeration walks.
     sampled
@@ -591,6 +604,7 @@ class Control:
     shape: Shape = Chain()  # noqa: RUF009, frozen
     vocab: int = 4
     draft_seed: int = 37
+    walked: tuple[int, int] = (3, 37)
     enumerable: bool = True
     sampled: bool = True
     unseen: str = ""
@@ -719,6 +733,10 @@ CONTROLS: dict[str, Control] = {
     "block prefix tested by its weight": Control(
         "Block verification accepts every prefix with its weight, right for the whole block only.",
         "rule", _rule(BlockTestsByWeight), rule="block", vocab=3,
+    ),
+    "block repair without the weight": Control(
+        "Block verification repairs from max(0, p − q), whatever the prefix weighs.",
+        "rule", _rule(BlockRepairsUnweighed), rule="block", draft_seed=65, walked=(4, 65),
     ),
     "coupled, repairs on fresh noise": Control(
         "After a draft that does not match, the target's token is drawn on other noise.",

@@ -103,6 +103,23 @@ def test_other_models(rule, drafter, seed):
     check(rule, drafter, seed=seed)
 
 
+@pytest.mark.parametrize("rule", EXACT)
+@pytest.mark.parametrize("seed", [3, 20, 65, 93])
+def test_drafts_under_which_repairs_weigh(rule, seed):
+    """Block verification's repair depends on its prefix's weight only where much is left of p.
+
+    With most drafts, and with all of three tokens, a repair that forgets the weight has the same
+    law; here it differs by a per cent and more (``tests/controls.py``).
+    """
+    target = ToyModel.random(4, 1, sharpness=1.0)
+    drafter = ModelDrafter(ToyModel.random(4, seed, sharpness=2.0))
+    law = law_for(rule, Sampling(temperature=1.0), frozenset(), 4)
+    # Under `coupled` the noise is shared over rounds, and three tokens of four take minutes.
+    request = {"max_tokens": 2 if rule == "coupled" else 3, "law": law, "prompt": PROMPT[:3]}
+    made = speculative_law(target, drafter, RULES.load(rule)(), draft_length=2, **request)
+    assert distance(made, chain_law(target, **request)) <= TOLERANCE
+
+
 @every
 @pytest.mark.parametrize("ends", [{0}, {1}, {2}, {0, 2}])
 @pytest.mark.parametrize("draft_length", [1, 3])

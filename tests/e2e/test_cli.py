@@ -15,6 +15,7 @@ import time
 import pytest
 
 from outrider.cli.main import main
+from tests.small_models import new_module, new_tokenizer, save
 
 OUTRIDER = [sys.executable, "-m", "outrider.cli.main"]
 TOY = ["--target", "toy:vocab=5,seed=3"]
@@ -103,7 +104,10 @@ def test_no_color_is_kept_to():
     code, shown = run_in_terminal("generate", "abab", *TOY, env={"NO_COLOR": "1"})
     assert code == 0
     assert "drafted and kept" not in shown
-    assert not re.search(r"\x1b\[(3[0-7]|9[0-7]|38)", shown)
+    assert not re.search(r"\x1b\[[\d;]*m", shown)
+    for command in (["models", "list"], ["generate", "ab", *TOY, "--rule", "coupld"]):
+        _, shown = run_in_terminal(*command, env={"NO_COLOR": "1"})
+        assert not re.search(r"\x1b\[[\d;]*m", shown)
 
 
 def test_compare_shows_both():
@@ -144,6 +148,14 @@ def test_prompt_from_standard_input():
         (["generate", "ab", *TOY, "--drafter", "model:toy:vocab=9"], 1, ["tokenizer", "ngram"]),
         (["generate", "ab", *TOY, "--drafter", "model"], 2, ["draft model", "model:"]),
         (["generate", "ab", *TOY, "--dtype", "int3"], 2, ["int3", "float32"]),
+        (["generate", "ab", *TOY, "--drafter", "auto:1"], 2, ["'auto' takes no argument"]),
+        (["generate", "ab", *TOY, "--device", "meta"], 2, ["device 'meta'", "cpu"]),
+        (["generate", "ab", *TOY, "--device", "cuda:99"], 2, ["device 'cuda:99'"]),
+        (["generate", "ab", "-t", "smolm", "--device", "cpuu"], 2, ["device 'cpuu'"]),
+        (["generate", "ab", *TOY, "--logit-bias", "1:1e39"], 2, ["logit_bias", "1e+39"]),
+        (["chat", *TOY, "--rule", "greedy", "--temperature", "1"], 2, ["temperature 0"]),
+        (["chat", *TOY], 2, ["no chat template", "outrider generate"]),
+        (["demo", "-t", "smolm", "-n", "0"], 2, ["max_tokens"]),
         (["models", "pull", "nothing"], 2, ["nothing", "smollm2-135m"]),
         (["generate"], 2, ["prompt"]),
         (["nonsense"], 2, ["nonsense"]),
@@ -199,11 +211,56 @@ def test_a_closed_pipe_ends_quietly():
     assert "Traceback" not in done.stderr
 
 
-def test_chat_keeps_going_after_a_mistake():
-    done = run("chat", *TOY, text="hello\n/reset\n/nonsense\n/quit\n")
+@pytest.fixture
+def chatty(tmp_path) -> str:
+    """A small model with a chat template; its context holds some dozens of words."""
+    folder = save(new_module("gpt2"), tmp_path / "chatty")
+    words = new_tokenizer()
+    words.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    words.save_pretrained(folder)
+    return str(folder)
+
+
+def test_chat_keeps_going_after_a_mistake(chatty):
+    text = f"{'w5 ' * 120}\n/reset\n/nonsense\nw5 w6\n/quit\n"
+    done = run("chat", "-t", chatty, "-n", "4", text=text)
     assert done.returncode == 0
-    assert "chat template" in done.stderr
+    assert "120 tokens" in done.stderr
     assert "forgotten" in done.stderr
+    assert "w" in done.stdout
+
+
+def test_output_that_cannot_be_written():
+    """A full disk is told, also when it shows itself only as the program ends."""
+    for command in (["generate", "abab", *TOY], ["models", "list", "--json"]):
+        with open("/dev/full", "w") as full:
+            done = subprocess.run(
+                [*OUTRIDER, *command], stdout=full, stderr=subprocess.PIPE, text=True, env=PLAIN_ENV
+            )
+        assert done.returncode == 1
+        assert "error: The output could not be" in done.stderr
+        assert "No space left" in done.stderr
+        assert "Traceback" not in done.stderr
+        assert "Exception ignored" not in done.stderr
+
+
+def test_a_terminal_without_the_characters():
+    """A toy's letters go on past ASCII; a question mark stands for what cannot be shown."""
+    toy = ["--target", "toy:vocab=400,sharpness=0", "--temperature", "1", "--seed", "1"]
+    done = run("generate", "abab", *toy, env={"PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 0, done.stderr
+    assert "?" in done.stdout
+    assert done.stdout.isascii()
+
+
+@pytest.mark.parametrize("command", ["generate", "models"])
+def test_a_cache_below_the_home_of_nobody(command, monkeypatch, capsys):
+    monkeypatch.setenv("OUTRIDER_CACHE", "~nosuchuser/x")
+    arguments = {"generate": ["generate", "hi"], "models": ["models", "list"]}[command]
+    with pytest.raises(SystemExit) as left:
+        main(arguments)
+    assert left.value.code == 2
+    assert "OUTRIDER_CACHE" in capsys.readouterr().err
 
 
 @pytest.mark.model

@@ -36,11 +36,12 @@ def draws(rule, p, q, count, **claim):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLED)
-@pytest.mark.parametrize("filters", [{"top_k": 3}, {"top_p": 0.8}, {"top_k": 4, "top_p": 0.7}])
+@pytest.mark.parametrize("filters", [{"top_k": 3}, {"top_p": 0.8}, {"top_k": 4, "top_p": 0.9}])
 def test_case_3_the_law_under_filters_at_200_thousand_draws(name, filters):
     rng = np.random.default_rng(3)
     law = Sampling(temperature=1.0, **filters).law(frozenset(), 8)
-    target, draft = (torch.from_numpy(rng.normal(0, 1.5, 8)) for _ in range(2))
+    target = torch.from_numpy(rng.normal(0, 1, 8))
+    draft = target + torch.from_numpy(rng.normal(0, 0.7, 8))
     p, q = law(Context([0], 1), target), law(Context([0], 1), draft)
     rule = RULES.load(name)()
     counts = draws(rule, p, q, 200_000)

@@ -53,7 +53,7 @@ def test_every_control_is_caught_by_something(name):
 @pytest.mark.parametrize("name", [n for n, control in CONTROLS.items() if control.enumerable])
 def test_enumeration_catches_it_and_passes_the_same_without_the_fault(name):
     control = CONTROLS[name]
-    report = enumerate_control(control, control.apply(toy_engine(3)))
+    report = enumerate_control(control, control.apply(toy_engine(*control.walked)))
     assert report.verdict == "different"
     if report.broken:
         assert "Noise was used twice" in report.broken
@@ -61,7 +61,7 @@ def test_enumeration_catches_it_and_passes_the_same_without_the_fault(name):
     else:
         assert RECORDED[name][2] == f"{report.largest_difference:.2g}"
         assert report.largest_difference > 1e-8
-    sound = enumerate_control(control, control.sound(toy_engine(3)))
+    sound = enumerate_control(control, control.sound(toy_engine(*control.walked)))
     assert sound.verdict == "consistent"
 
 
@@ -70,7 +70,7 @@ def test_what_enumeration_cannot_see_is_said_and_true(name):
     control = CONTROLS[name]
     assert control.sampled
     assert control.unseen
-    report = enumerate_control(control, control.apply(toy_engine(3)))
+    report = enumerate_control(control, control.apply(toy_engine(*control.walked)))
     assert report.verdict == "consistent"
 
 

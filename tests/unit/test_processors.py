@@ -368,18 +368,18 @@ def test_processors_that_leave_nothing_fail_and_say_so():
 NAN, INF = math.nan, math.inf
 HUGE = 10**400  # too large for a float
 INVALID: dict[str, list[Any]] = {
-    "temperature": [-0.1, NAN, INF, -INF, "1", None, True, HUGE, [1.0]],
+    "temperature": [-0.1, 1e39, NAN, INF, -INF, "1", None, True, HUGE, [1.0]],
     "top_k": [-1, 1.5, 2.0, NAN, "3", None, True],
     "top_p": [0.0, -0.5, 1.0001, NAN, INF, "0.9", None, False],
     "min_p": [-0.01, 1.01, NAN, INF, "0.1", None, True],
-    "repetition_penalty": [0.0, -1.0, NAN, INF, "1.1", None, True, HUGE],
-    "presence_penalty": [NAN, INF, -INF, "0", None, True, HUGE],
-    "frequency_penalty": [NAN, INF, -INF, "0", None, True, -HUGE],
+    "repetition_penalty": [0.0, -1.0, 1e-45, 1e39, NAN, INF, "1.1", None, True, HUGE],
+    "presence_penalty": [1e39, -1e308, NAN, INF, -INF, "0", None, True, HUGE],
+    "frequency_penalty": [1e39, -1e308, NAN, INF, -INF, "0", None, True, -HUGE],
     "min_tokens": [-1, 1.0, 0.5, NAN, "2", None, True],
     "logit_bias": [
         {-1: 1.0}, {"a": 1.0}, {1.5: 1.0}, {True: 1.0}, {None: 1.0},
         {0: NAN}, {0: INF}, {0: -INF}, {0: "1"}, {0: None}, {0: True}, {0: HUGE}, {0: [1.0]},
-        {0: 1.0, 1: NAN},
+        {0: 1.0, 1: NAN}, {0: 1e39},
         [1, 2], "12", 3,
     ],
 }  # fmt: skip
@@ -398,15 +398,15 @@ def test_values_out_of_range_are_refused_by_name(name, value):
 
 
 VALID: dict[str, list[Any]] = {
-    "temperature": [0, 0.0, 1, 1e-3, 100.0, np.float64(0.5)],
-    "top_k": [0, 1, 10**9, HUGE],
+    "temperature": [0, 0.0, 1, 1e-3, 100.0, 3e38, 1e-300, np.float64(0.5)],
+    "top_k": [0, 1, 10**9, HUGE, np.int64(3)],
     "top_p": [1e-9, 0.5, 1, 1.0],
     "min_p": [0, 0.0, 1, 1.0],
-    "repetition_penalty": [1e-3, 1, 10.0],
-    "presence_penalty": [-2.0, 0, 2],
-    "frequency_penalty": [-2.0, 0, 2],
+    "repetition_penalty": [1e-3, 1, 10.0, 1.2e-38, 3e38],
+    "presence_penalty": [-2.0, 0, 2, 3e38, -3e38],
+    "frequency_penalty": [-2.0, 0, 2, 3e38, -3e38],
     "min_tokens": [0, 1, 10**6],
-    "logit_bias": [None, {}, {0: 1}, {3: -100.0}],
+    "logit_bias": [None, {}, {0: 1}, {3: -100.0}, {0: 3e38}, {0: -3e38}],
 }
 
 
@@ -419,6 +419,24 @@ def test_values_at_the_edges_are_taken_and_give_a_law(name, value):
     sampling = Sampling(**{"temperature": 1.0, name: value})
     law = sampling.law(END, 8)(Context([0, 1, 2, 3], PROMPT), torch.linspace(-2, 2, 8))
     assert law.probs.sum() == pytest.approx(1.0)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("temperature", [0.0, 1e-300, 1.0, 3e38])
+def test_values_that_outgrow_float32_together_still_give_a_law(temperature):
+    """The favoured token wins, as the numbers say, and a banned one stays banned."""
+    sampling = Sampling(
+        temperature=temperature,
+        repetition_penalty=1.2e-38,
+        presence_penalty=-3e38,
+        frequency_penalty=-3e38,
+        logit_bias={2: 3e38, 1: -3e38},
+        min_tokens=9,
+    )
+    law = sampling.law(frozenset({0}), 4)(Context([0, 1, 2, 2], 1), torch.linspace(-2, 2, 4))
+    assert law.argmax() == 2
+    assert law[2] > 0.99
+    assert law[0] == 0.0
 
 
 def test_a_bias_beyond_the_vocabulary_is_refused_when_the_vocabulary_is_known():

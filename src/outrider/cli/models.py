@@ -40,8 +40,9 @@ def list_models(
         ]
         typer.echo(json.dumps(rows))
         return
-    from rich.console import Console
     from rich.table import Table
+
+    from outrider.cli.screen import console
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("name", "weights", "size", "here", "licence", ""):
@@ -55,7 +56,7 @@ def list_models(
             e.licence,
             e.description,
         )
-    Console().print(table)
+    console().print(table)
 
 
 @app.command()
@@ -138,8 +139,9 @@ def info(
     if as_json:
         typer.echo(json.dumps(result))
         return
-    from rich.console import Console
     from rich.table import Table
+
+    from outrider.cli.screen import console
 
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
@@ -147,21 +149,21 @@ def info(
     for key, value in result.items():
         if value is not None:
             table.add_row(key.replace("_", " "), _readable(key, value))
-    Console().print(table)
+    console().print(table)
 
 
 def pull_with_bar(name: str, *, verify: bool = False) -> Any:
     """``catalogue.pull`` with a progress bar on standard error."""
-    from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
+    from outrider.cli.screen import console
     from outrider.models.catalogue import pull as fetch
 
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         DownloadColumn(),
-        console=Console(stderr=True),
+        console=console(stderr=True),
         transient=True,
     ) as bar:
         task = bar.add_task(name, total=None)

@@ -329,7 +329,7 @@ def load(
         module = module.to(device)
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError as error:
+    except Exception as error:  # each kind of device has its own way to be missing
         raise ModelError(
             f"'{located.name}' could not be moved to the device '{device}': {_reason(error)}",
             hint="Choose another --device.",
