@@ -18,8 +18,8 @@ from typing import Any, Literal
 import numpy as np
 
 from outrider import Engine
-from outrider.audit.exact import LIMIT, ExactReport, audit_exact, chain_law
-from outrider.core.chooser import Place, SeededChooser, _uniforms, enumerate_outcomes
+from outrider.audit.exact import ExactReport, audit_exact
+from outrider.core.chooser import Place, SeededChooser, _uniforms
 from outrider.core.distribution import Distribution
 from outrider.core.processors import Context, Law, Sampling
 from outrider.core.proposal import ROOT, Proposal
@@ -803,35 +803,8 @@ def toy_engine(vocab: int, draft_seed: int = 37) -> Engine:
 
 
 def enumerate_control(control: Control, engine: Engine) -> ExactReport:
-    """``audit_exact``'s report; for what lies outside its session, one through the front door."""
-    if isinstance(engine, Spoilt):
-        return _enumerate_requests(engine, control)
+    """``audit_exact``'s report."""
     return audit_exact(
         engine, [PROMPT], max_tokens=control.max_tokens, sampling=control.sampling,
         stop_token_ids=control.stop_token_ids,
     )  # fmt: skip
-
-
-def _enumerate_requests(engine: Engine, control: Control) -> ExactReport:
-    """Every course of chance of ``Engine.stream`` itself, with the noise in walked courses."""
-    request = control.request()
-    ends = frozenset(control.stop_token_ids)
-    size = engine.model.vocab_size
-    assert size**control.max_tokens <= LIMIT
-    courses, made = 0, {}
-
-    def program(chooser):
-        generation = engine.stream(PROMPT, seed=0, **request)
-        generation.session.chooser = chooser
-        return tuple(generation.output.token_ids)
-
-    for output, weight in enumerate_outcomes(program):
-        courses += 1
-        made[output] = made.get(output, 0.0) + weight
-    wanted = chain_law(
-        engine.model, max_tokens=control.max_tokens, law=control.sampling.law(ends, size),
-        end_ids=ends, prompt=PROMPT,
-    )  # fmt: skip
-    gaps = [abs(made.get(o, 0.0) - wanted.get(o, 0.0)) for o in {*made, *wanted}]
-    verdict = "consistent" if max(gaps) <= 1e-12 else "different"
-    return ExactReport(verdict, max(gaps), sum(gaps) / 2, courses, len(gaps))

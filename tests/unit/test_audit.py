@@ -102,6 +102,18 @@ def test_a_fault_is_caught_by_enumeration(name):
         assert abs(plain - ours) == report.largest_difference
 
 
+@pytest.mark.parametrize("name", [n for n in RULES if RULES.load(n).exact])
+@pytest.mark.parametrize("stop", [["b"], ["ab", "ca"]])
+def test_stop_strings_are_walked_too(name, stop):
+    """They end an output inside a block; the law of what came before is the chain rule's."""
+    sampling = Sampling(temperature=0.0 if name == "greedy" else 1.0)
+    report = audit_exact(
+        engine_for(name, vocab=3), [PROMPT], max_tokens=3, sampling=sampling, stop=stop
+    )
+    assert report.verdict == "consistent"
+    assert name == "greedy" or any(len(o.token_ids) < 3 for o in report.laws)
+
+
 def test_laws_and_their_difference():
     target = ToyModel.random(3, 2)
     wanted = chain_law(target, max_tokens=2)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 
-from outrider.core.chooser import Chooser, enumerate_outcomes
+from outrider.core.chooser import Chooser, SeededChooser, enumerate_outcomes
 from outrider.core.processors import Context, Law, Sampling
 from outrider.core.trace import Trace
 from outrider.engine.engine import Engine
@@ -90,7 +91,7 @@ def exact_law(
     True
     """
 
-    def program(chooser: Chooser) -> Output:
+    def start() -> Generation:
         limit = len(prompt) + max_tokens
         session = Session(
             model=target,
@@ -99,13 +100,26 @@ def exact_law(
             rule=rule,
             policy=policy() if policy else Fixed(draft_length),
             law=law or Law(),
-            chooser=chooser,
+            chooser=SeededChooser(0),
             tokens=list(prompt),
             prompt_length=len(prompt),
             limit=limit,
         )
         ending = Transcript(None, max_tokens=max_tokens, eos_token_ids=end_ids)
-        return Generation(session, ending).output
+        return Generation(session, ending)
+
+    return _walk(start, on_course)
+
+
+def _walk(
+    start: Callable[[], Generation], on_course: Callable[[Trace], None] | None = None
+) -> Outputs:
+    """The law of a generation's output, every course of its chance walked."""
+
+    def program(chooser: Chooser) -> Output:
+        generation = start()
+        generation.session.chooser = chooser
+        return generation.output
 
     outputs: Outputs = defaultdict(float)
     for output, weight in enumerate_outcomes(program):
@@ -121,18 +135,20 @@ def chain_law(
     max_tokens: int,
     law: Law | None = None,
     end_ids: frozenset[int] = frozenset(),
+    stopped: Callable[[Sequence[int]], bool] = lambda output: False,
     prompt: Sequence[int] = (0,),
 ) -> Outputs:
     """The law of plain decoding, straight from the chain rule, without the engine's loop.
 
-    P(x_1 ... x_n) = prod_i p(x_i | prompt, x_1 ... x_{i-1}), down to an end token or to
-    ``max_tokens``. Parameters as in ``exact_law``.
+    P(x_1 ... x_n) = prod_i p(x_i | prompt, x_1 ... x_{i-1}), down to an end token, to an output
+    that is ``stopped``, or to ``max_tokens``. Other parameters as in ``exact_law``.
     """
     law = law or Law()
     outputs: Outputs = {}
 
     def grow(output: tuple[int, ...], weight: float) -> None:
-        if len(output) == max_tokens or (output and output[-1] in end_ids):
+        ended = output and (output[-1] in end_ids or stopped(output))
+        if len(output) == max_tokens or ended:
             outputs[output] = outputs.get(output, 0.0) + weight
             return
         tokens = [*prompt, *output]
@@ -225,8 +241,11 @@ def audit_exact(
     max_tokens: int,
     sampling: Sampling,
     stop_token_ids: Sequence[int] = (),
+    stop: Sequence[str] = (),
 ) -> ExactReport:
-    """Compare the exact law of an engine's configuration with the chain rule's.
+    """Compare the exact law of an engine's outputs with the chain rule's.
+
+    Every course of chance of ``Engine.stream`` itself is walked.
 
     Parameters
     ----------
@@ -234,7 +253,7 @@ def audit_exact(
         With a toy target; its drafter, rule and draft length are audited.
     prompts
         Token ids.
-    max_tokens, sampling, stop_token_ids
+    max_tokens, sampling, stop_token_ids, stop
         The request.
 
     Raises
@@ -252,10 +271,20 @@ def audit_exact(
             f"most {LIMIT} are walked.",
             hint="Use a smaller vocabulary or fewer tokens, or draw samples with --sampled.",
         )
-    rule = engine.make_rule(sampling)
     eos = engine.tokenizer.eos_token_ids if engine.tokenizer else frozenset()
     ends = eos | frozenset(stop_token_ids)
     law = sampling.law(ends, target.vocab_size)
+    request: dict[str, Any] = {
+        **sampling.to_dict(),
+        "max_tokens": max_tokens,
+        "stop_token_ids": stop_token_ids,
+        "stop": stop,
+    }
+
+    def stopped(output: Sequence[int]) -> bool:
+        text = engine.tokenizer.decode(output) if engine.tokenizer and stop else ""
+        return any(words in text for words in stop)
+
     courses = drafted = 0
     compared: list[list[Outcome]] = []
 
@@ -265,19 +294,11 @@ def audit_exact(
         drafted += sum(round_.drafted for round_ in trace.rounds)
 
     for number, prompt in enumerate(prompts):
-        wanted = chain_law(target, max_tokens=max_tokens, law=law, end_ids=ends, prompt=prompt)
+        wanted = chain_law(
+            target, max_tokens=max_tokens, law=law, end_ids=ends, stopped=stopped, prompt=prompt
+        )
         try:
-            made = exact_law(
-                target,
-                engine.drafter,
-                rule,
-                max_tokens=max_tokens,
-                law=law,
-                end_ids=ends,
-                prompt=prompt,
-                policy=engine.make_policy,
-                on_course=count,
-            )
+            made = _walk(partial(engine.stream, prompt, seed=0, **request), count)
         except AssertionError as error:
             outputs = sum(map(len, compared))
             return ExactReport("different", None, None, courses, outputs, broken=str(error))

@@ -180,7 +180,7 @@ def audit(
         result |= {"target": target, "drafter": engine.drafter.name, "rule": chosen.name}
         if not chosen.exact:
             result |= _not_exact(chosen.name)
-        elif toy and not sampled and not stop:
+        elif toy and not sampled:
             result |= _exact(engine, [engine.encode(text) for text in texts], values, request)
         else:
             result |= _samples(
@@ -227,6 +227,7 @@ def _exact(
         max_tokens=request["max_tokens"],
         sampling=values,
         stop_token_ids=request["stop_token_ids"],
+        stop=request["stop"],
     )
     return report.to_dict() | {"sentence": say_exact(report, request["max_tokens"])}
 
