@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from statistics import median
 from typing import Annotated, Any
 
 import typer
@@ -48,7 +49,7 @@ def generate(
     The text streams to standard output. On a terminal, tokens that were drafted and kept,
     tokens that the target repaired and bonus tokens each have a colour.
     """
-    from outrider.cli.screen import Screen, load_engine, prefill_bar, speedup
+    from outrider.cli.screen import Screen, load_engine, prefill_bar, speedups
 
     if plain and compare:
         raise UsageError("--plain and --compare exclude each other.", hint="Leave one out.")
@@ -108,7 +109,7 @@ def generate(
                 "token_ids": plains[0].token_ids,
                 "trace": plains[0].trace.summary(),
             }
-            result["speedup"] = speedup(outputs, plains)
+            result["speedup"] = median(speedups(outputs, plains))
         typer.echo(json.dumps(result, ensure_ascii=False))
     elif compare:
         screen.comparison(outputs, plains)

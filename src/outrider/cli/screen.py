@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -31,6 +32,7 @@ _LEGEND = (
     ("plain", "no draft"),
 )
 _LONG_PROMPT_TOKENS = 512
+_UNSTEADY = 1.5  # turns that differ by more than this say little
 
 
 def console(**options: Any) -> Console:
@@ -91,37 +93,37 @@ class Screen:
             s = [run.trace.summary() for run in runs]
             table.add_row(
                 name,
-                f"{_median(s, 'tokens_per_s'):.1f}",
-                f"{_median(s, 'total_time_ms') / 1e3:.2f}",
-                f"{_median(s, 'ttft_ms'):.0f}",
+                f"{median(r['tokens_per_s'] for r in s):.1f}",
+                f"{median(r['total_time_ms'] for r in s) / 1e3:.2f}",
+                f"{median(r['ttft_ms'] for r in s):.0f}",
                 f"{s[0]['target_calls']}",
                 f"{s[0]['tokens_per_target_call']:.2f}",
                 _percent(s[0]["acceptance_rate"]).strip(" ()") or "none drafted",
             )
         self.err.print(table)
-        ratio = speedup(with_draft, plain)
-        word = "faster than" if ratio >= 1 else "the speed of"
-        self.err.print(f"[bold]{ratio:.2f} times {word} plain decoding[/]", end="; ")
+        turns = speedups(with_draft, plain)
+        self.err.print(
+            f"[bold]{median(turns):.2f} times the speed of plain decoding[/] "
+            f"(turns: {min(turns):.2f} to {max(turns):.2f})",
+            end="; ",
+        )
         ours, theirs = with_draft[0].token_ids, plain[0].token_ids
         if ours == theirs:
             self.err.print(f"all {len(ours)} tokens are the same.")
+        if max(turns) > _UNSTEADY * min(turns):
+            self.err.print("[yellow]The turns disagree: other work runs on this machine.[/]")
+        if ours == theirs:
             return
         at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
         at = min(len(ours), len(theirs)) if at is None else at
-        self.err.print(f"the texts part at token {at}. Plain decoding says:")
+        self.err.print(f"The texts part at token {at}. Plain decoding says:")
         self.out.print(Text(plain[0].text))
 
 
-def speedup(with_draft: list[Output], plain: list[Output]) -> float:
-    """Ratio of median token rates."""
-    ours, theirs = ([o.trace.summary() for o in runs] for runs in (with_draft, plain))
-    return _median(ours, "tokens_per_s") / _median(theirs, "tokens_per_s")
-
-
-def _median(rows: list[dict[str, Any]], name: str) -> float:
-    values = sorted(row[name] for row in rows)
-    middle = len(values) // 2
-    return float((values[middle] + values[~middle]) / 2)
+def speedups(with_draft: list[Output], plain: list[Output]) -> list[float]:
+    """Ratio of token rates in each turn: what slows a turn down slows both sides."""
+    rates = ([o.trace.summary()["tokens_per_s"] for o in runs] for runs in (with_draft, plain))
+    return [ours / theirs for ours, theirs in zip(*rates, strict=True)]
 
 
 def _count(n: int, thing: str) -> str:
