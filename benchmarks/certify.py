@@ -2,9 +2,9 @@
 
     python -m benchmarks.certify --json certify.jsonl [--write-docs]
 
-Each configuration is audited as ``outrider audit`` does it; samples of plain decoding are drawn
-once for each temperature and serve all. A finished configuration is appended to the file at
-once, so a run that was broken off goes on where it stopped.
+Each configuration is audited as ``outrider audit --remember`` does it; samples of plain decoding
+are drawn once for each temperature and serve all. A finished configuration is appended to the
+file at once, so a run that was broken off goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 
 from benchmarks.drafts import blurred
 from outrider import Engine
+from outrider.audit.remembered import Remembered
 from outrider.audit.sampled import audit_tokens
 from outrider.audit.statistics import Stratum, compare
 from outrider.drafters.shape import Static
@@ -26,15 +27,11 @@ from outrider.engine.prefix import Prefix
 from outrider.protocols import Drafter
 
 TARGET = "smollm2-135m"
-PROMPTS = {
-    0.5: "She sells sea shells by the sea shore. She sells sea",
-    1.0: "red, green, blue, red, green,",
-}
-SAMPLES = {0.5: 3200, 1.0: 5000}
-"""Outputs of each kind at each temperature: enough to see a bias of 5 % at both positions, for
-these prompts, which repeat themselves, so that prompt lookup has something to propose."""
+PROMPT = "Monday is good. Tuesday is good. Wednesday is"
+SAMPLES = {0.5: 8000, 1.0: 10000}
+"""Outputs of each kind at each temperature: enough to see a bias of 5 % at every position."""
 TOP_P = 0.9
-TOKENS = 2
+TOKENS = 3
 PAIRS = 200
 """Outputs compared token by token."""
 DOCS = Path(__file__).parent.parent / "docs" / "audits.md"
@@ -63,7 +60,8 @@ def draw(engine: Engine, ids: list[int], count: int, seed: int, **request: Any) 
 def audit(temperature: float, path: Path, alpha: float = 1e-3) -> None:
     done = {(r["temperature"], r["rule"], r["drafter"]) for r in read(path)}
     base = Engine.load(TARGET, drafter="none")
-    ids = base.encode(PROMPTS[temperature])
+    base.model = Remembered(base.model)
+    ids = base.encode(PROMPT)
     request = {"max_tokens": TOKENS, "temperature": temperature, "top_p": TOP_P}
     samples, plain = SAMPLES[temperature], None
     for rule, name, drafter, length in configurations(base):

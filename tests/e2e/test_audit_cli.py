@@ -164,6 +164,14 @@ def test_a_page_that_cannot_be_written_is_told_before_anything_is_drawn(capsys, 
     assert "does not exist" in err
 
 
+def test_contexts_can_be_remembered(capsys):
+    code, out, _ = run(
+        capsys, *TOY, "--rule", "rejection", "--remember", "--samples", "300", "-n", "2", "--json"
+    )
+    result = json.loads(out)
+    assert (code, result["method"], result["remembered"]) == (3, "samples", True)
+
+
 def test_an_audit_without_a_draft_says_so(capsys):
     code, out, _ = run(capsys, "audit", "--target", "toy:vocab=3", "-d", "none", "-n", "2")
     assert code == 0

@@ -58,6 +58,13 @@ def audit(
     sampled: Annotated[
         bool, typer.Option("--sampled", help="Draw samples from a toy too, not its exact law.")
     ] = False,
+    remember: Annotated[
+        bool,
+        typer.Option(
+            "--remember",
+            help="Score no context twice: far quicker; leaves the model's own cache untested.",
+        ),
+    ] = False,
     seed: o.Seed = None,
     runtime: o.Runtime = "auto",
     dtype: o.Dtype = "auto",
@@ -142,7 +149,7 @@ def audit(
                 hint="Make it, or choose another file.",
             )
     screen = Screen()
-    toy = endpoint is None and target.partition(":")[0] == "toy"
+    toy = endpoint is None and target.partition(":")[0] == "toy" and not remember
     texts = prompt or [_TOY_PROMPT if toy else _PROMPT]
     # Some servers keep 32 bits of a seed.
     seed = secrets.randbits(62 if endpoint is None else 30) if seed is None else seed
@@ -176,6 +183,11 @@ def audit(
             device=device,
             temperature=values.temperature,
         )
+        if remember:
+            from outrider.audit.remembered import Remembered
+
+            engine.model = Remembered(engine.model)
+            result["remembered"] = True
         chosen = engine.make_rule(values)
         result |= {"target": target, "drafter": engine.drafter.name, "rule": chosen.name}
         if not chosen.exact:
