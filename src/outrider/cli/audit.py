@@ -149,7 +149,7 @@ def audit(
                 hint="Make it, or choose another file.",
             )
     screen = Screen()
-    toy = endpoint is None and target.partition(":")[0] == "toy" and not remember
+    toy = endpoint is None and target.partition(":")[0] == "toy"
     texts = prompt or [_TOY_PROMPT if toy else _PROMPT]
     # Some servers keep 32 bits of a seed.
     seed = secrets.randbits(62 if endpoint is None else 30) if seed is None else seed
@@ -192,7 +192,7 @@ def audit(
         result |= {"target": target, "drafter": engine.drafter.name, "rule": chosen.name}
         if not chosen.exact:
             result |= _not_exact(chosen.name)
-        elif toy and not sampled:
+        elif toy and not sampled and not remember:
             result |= _exact(engine, [engine.encode(text) for text in texts], values, request)
         else:
             result |= _samples(
