@@ -27,8 +27,12 @@ from outrider.engine.prefix import Prefix
 from outrider.protocols import Drafter
 
 TARGET = "smollm2-135m"
-PROMPT = "Monday is good. Tuesday is good. Wednesday is"
-SAMPLES = {0.5: 8000, 1.0: 10000}
+PROMPTS = {
+    0.5: "Monday is good. Tuesday is good. Wednesday is",
+    1.0: "red, green, blue, red, green,",
+}
+"""At each temperature: they repeat themselves, so that prompt lookup has something to propose."""
+SAMPLES = {0.5: 8000, 1.0: 14000}
 """Outputs of each kind at each temperature: enough to see a bias of 5 % at every position."""
 TOP_P = 0.9
 TOKENS = 3
@@ -61,7 +65,7 @@ def audit(temperature: float, path: Path, alpha: float = 1e-3) -> None:
     done = {(r["temperature"], r["rule"], r["drafter"]) for r in read(path)}
     base = Engine.load(TARGET, drafter="none")
     base.model = Remembered(base.model)
-    ids = base.encode(PROMPT)
+    ids = base.encode(PROMPTS[temperature])
     request = {"max_tokens": TOKENS, "temperature": temperature, "top_p": TOP_P}
     samples, plain = SAMPLES[temperature], None
     for rule, name, drafter, length in configurations(base):
@@ -109,13 +113,13 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, default=Path("certify.jsonl"))
-    parser.add_argument("--temperature", type=float, choices=list(SAMPLES), action="append")
+    parser.add_argument("--temperature", type=float, choices=list(PROMPTS), action="append")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--write-docs", action="store_true", help=f"the table goes into {DOCS}")
     arguments = parser.parse_args()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    for temperature in arguments.temperature or SAMPLES:
+    for temperature in arguments.temperature or PROMPTS:
         audit(temperature, arguments.json)
     if arguments.write_docs:
         text = DOCS.read_text()

@@ -725,10 +725,12 @@ CONTROLS: dict[str, Control] = {
     "siblings claim replacement": Control(
         "Siblings are drawn without replacement, and claim the law with replacement.",
         "rule", _rule(ForgetsReplacement), shape=_TREE,
+        real={"sampling": Sampling(temperature=1.5, top_k=3)},
     ),
     "block weight without cap": Control(
         "Block verification forgets min(1, ·) in the weight of a prefix.",
         "rule", _rule(BlockWithoutCap), rule="block", vocab=2,
+        real={"sampling": Sampling(temperature=2.0, top_k=4)},
     ),
     "block prefix tested by its weight": Control(
         "Block verification accepts every prefix with its weight, right for the whole block only.",
