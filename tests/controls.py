@@ -545,6 +545,9 @@ PENALISED = Sampling(temperature=1.0, presence_penalty=4.0)
 TIES = Sampling(logit_bias={1: 1e18, 2: 1e18})  # beside that, all logits are equal
 
 REAL_HOT = Sampling(temperature=0.5, top_p=0.9)
+# For faults that need a rare course of chance: few words, none of them unlikely.
+REAL_FLAT_3 = Sampling(temperature=1.5, top_k=3)
+REAL_FLAT_4 = Sampling(temperature=2.0, top_k=4)
 REAL_PENALISED = Sampling(temperature=0.5, top_p=0.9, presence_penalty=4.0)
 
 PROMPT = [0, 1, 0]
@@ -688,6 +691,7 @@ CONTROLS: dict[str, Control] = {
     "residual on draft noise": Control(
         "The residual is drawn on the noise that the rejected draft was drawn on.",
         "rule", _rule(SharedNoise), vocab=3,
+        real={"sampling": REAL_FLAT_3},
     ),
     "acceptance on draft noise": Control(
         "Acceptance is asked for at the place where the draft was drawn.",
@@ -725,16 +729,17 @@ CONTROLS: dict[str, Control] = {
     "siblings claim replacement": Control(
         "Siblings are drawn without replacement, and claim the law with replacement.",
         "rule", _rule(ForgetsReplacement), shape=_TREE,
-        real={"sampling": Sampling(temperature=1.5, top_k=3)},
+        real={"sampling": REAL_FLAT_3},
     ),
     "block weight without cap": Control(
         "Block verification forgets min(1, ·) in the weight of a prefix.",
         "rule", _rule(BlockWithoutCap), rule="block", vocab=2,
-        real={"sampling": Sampling(temperature=2.0, top_k=4)},
+        real={"sampling": REAL_FLAT_4},
     ),
     "block prefix tested by its weight": Control(
         "Block verification accepts every prefix with its weight, right for the whole block only.",
         "rule", _rule(BlockTestsByWeight), rule="block", vocab=3,
+        real={"sampling": REAL_FLAT_4},
     ),
     "block repair without the weight": Control(
         "Block verification repairs from max(0, p − q), whatever the prefix weighs.",
@@ -761,6 +766,7 @@ CONTROLS: dict[str, Control] = {
     "q of the first draft": Control(
         "Every draft of a block claims the law of its first.",
         "drafter", _drafter(ForgetsThePath),
+        real={"sampling": REAL_FLAT_4},
     ),
     "low-q draft dropped": Control(
         "A sampled draft whose q is below 0.3 is left out after it was drawn.",
