@@ -546,6 +546,7 @@ TIES = Sampling(logit_bias={1: 1e18, 2: 1e18})  # beside that, all logits are eq
 
 REAL_HOT = Sampling(temperature=0.5, top_p=0.9)
 # For faults that need a rare course of chance: few words, none of them unlikely.
+REAL_FLAT_2 = Sampling(temperature=4.0, top_k=2)
 REAL_FLAT_3 = Sampling(temperature=1.5, top_k=3)
 REAL_FLAT_4 = Sampling(temperature=2.0, top_k=4)
 REAL_PENALISED = Sampling(temperature=0.5, top_p=0.9, presence_penalty=4.0)
@@ -709,6 +710,7 @@ CONTROLS: dict[str, Control] = {
     "same noise every round": Control(
         "The noise of drafts begins anew in each round.",
         "rule", _rule(SameNoiseEveryRound), draft_length=1,
+        real={"sampling": REAL_FLAT_2},
     ),
     "same noise every position": Control(
         "All drafts of a block are drawn on one noise: each law is right, the joint law is not.",
