@@ -164,10 +164,13 @@ def test_a_page_that_cannot_be_written_is_told_before_anything_is_drawn(capsys, 
     assert "does not exist" in err
 
 
-def test_contexts_can_be_remembered(capsys):
+def test_contexts_can_be_remembered(capsys, tmp_path):
+    page = tmp_path / "audit.html"
     code, out, _ = run(
-        capsys, *TOY, "--rule", "rejection", "--remember", "--samples", "300", "-n", "2", "--json"
-    )
+        capsys, *TOY, "--rule", "rejection", "--remember", "--samples", "300", "-n", "2", "--json",
+        "--html", str(page),
+    )  # fmt: skip
+    assert "no context was scored twice" in page.read_text()
     result = json.loads(out)
     assert (code, result["method"], result["remembered"]) == (3, "samples", True)
 

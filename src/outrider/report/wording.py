@@ -222,6 +222,8 @@ def unseen(result: Result) -> list[str]:
         f"Longer outputs: nothing after token {result['max_tokens']}.",
         "Other models, sampling values, draft lengths, number formats and devices.",
     ]
+    if result.get("remembered"):
+        common.append("The target’s cache from round to round: no context was scored twice.")
     if result["method"] == "enumeration":
         return [
             *common,
