@@ -1,5 +1,5 @@
 # make demo   the default model, with a draft and without
-# make test   the tests, about ten minutes on two cores
+# make test   the tests, ten to twenty minutes on two cores
 # make test-slow  the long ones: every draft length on twenty prompts, and the like
 # make check  formatting, lint, types and import layers
 
