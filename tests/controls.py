@@ -313,24 +313,25 @@ class KeepsLikelyDrafts(Coupled):
         return follow(token, proposal)
 
 
+def _instead(verdict, proposal, token, other):
+    """Another token for one that speculation would add; plain decoding is left as it is."""
+    if len(proposal) and verdict.token == token:
+        return replace(verdict, token=other)
+    return verdict
+
+
 class SlipsUp(Coupled):
     """Emits token 4 for 3; not in the table, since it needs a target that emits 3."""
 
-    def judge(self, target, proposal, chooser, position, round):
-        verdict = super().judge(target, proposal, chooser, position, round)
-        if len(proposal) and verdict.token == 3:
-            return type(verdict)(verdict.path, 4, verdict.kind)
-        return verdict
+    def judge(self, target, proposal, *where):
+        return _instead(super().judge(target, proposal, *where), proposal, 3, 4)
 
 
 class TiesToTheLast(Greedy):
     """Of tokens 0 and 1 takes 1; not in the table, since it needs a target that ties these."""
 
-    def judge(self, target, proposal, chooser, position, round):
-        verdict = super().judge(target, proposal, chooser, position, round)
-        if len(proposal) and verdict.token == 0:
-            return type(verdict)(verdict.path, 1, verdict.kind)
-        return verdict
+    def judge(self, target, proposal, *where):
+        return _instead(super().judge(target, proposal, *where), proposal, 0, 1)
 
 
 # --- drafters ------------------------------------------------------------------------------------
@@ -352,7 +353,7 @@ class _Wraps:
 
     @classmethod
     def build(cls, argument, setting):
-        raise NotImplementedError
+        return cls(ModelDrafter.build(argument, setting))
 
 
 class DropsDoubtfulDrafts(_Wraps):

@@ -8,15 +8,12 @@ below 1e-6 a run. A wrong residual must fail the very same test.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
 
-from outrider.core.chooser import Place, SeededChooser
+from outrider.core.chooser import SeededChooser
 from outrider.core.processors import Context, Law, Sampling
-from outrider.core.proposal import ROOT
 from outrider.drafters.model import ModelDrafter
 from outrider.engine.generation import Generation
 from outrider.engine.round import Session
@@ -27,6 +24,7 @@ from outrider.protocols import Rule
 from outrider.registry import RULES
 from outrider.rules.rejection import Rejection
 from tests.chance import ALPHA, chi_square
+from tests.controls import NoResidual
 
 VOCAB = 4
 PROMPT = (2, 0)
@@ -92,18 +90,6 @@ def test_first_tokens_have_the_law_of_the_target(name, draft_length, processed):
     assert chi_square(counts, law_of(DRAFT, law)) < ALPHA
 
 
-class RepairsFromP(Rejection):
-    """Draws the correction from p instead of max(0, p − q)."""
-
-    def judge(self, target, proposal, chooser, position, round):
-        verdict = super().judge(target, proposal, chooser, position, round)
-        if verdict.kind == "bonus":
-            return verdict
-        last = verdict.path[-1] if verdict.path else ROOT
-        place = Place(position + len(verdict.path), "residual", round, 1)
-        return replace(verdict, token=chooser.draw(target(last), place))
-
-
 class SharesNoise(SeededChooser):
     """Draws residuals on the draft's noise, the fault that marginals do not show."""
 
@@ -112,7 +98,7 @@ class SharesNoise(SeededChooser):
 
 
 def test_a_wrong_residual_fails_the_same_test():
-    counts = count(RepairsFromP(), 1, Law(), first_seed=100_000)
+    counts = count(NoResidual(), 1, Law(), first_seed=100_000)
     wanted = law_of(TARGET, Law())
     assert chi_square(counts.sum(1), wanted.sum(1)) < ALPHA
     assert chi_square(counts, wanted) < ALPHA

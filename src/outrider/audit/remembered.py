@@ -9,16 +9,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from outrider.core.proposal import ROOT, Proposal
-from outrider.models.toy import ToyCache
-from outrider.protocols import Cache, Model, Progress, Rollback
+from outrider.core.proposal import Proposal
+from outrider.core.sequences import common_prefix
+from outrider.models.toy import ContextModel, ToyCache
+from outrider.protocols import Cache, Model
 
 __all__ = ["Remembered"]
 
 _BYTES = 2 * 2**30
 
 
-class Remembered:
+class Remembered(ContextModel):
     """Another model's logits, each context's asked for once.
 
     Where a model keeps I2, the logits after some tokens are a function of these tokens, so what
@@ -41,8 +42,6 @@ class Remembered:
     torch.Size([2, 4])
     """
 
-    rollback: Rollback = "length"
-
     def __init__(self, model: Model, memory_bytes: int = _BYTES) -> None:
         self.name = model.name
         self.vocab_size = model.vocab_size
@@ -54,25 +53,11 @@ class Remembered:
         self._cache: Cache = model.new_cache(model.context_length)
         self._held: list[int] = []
 
-    def new_cache(self, capacity: int) -> ToyCache:
-        """An empty cache, of tokens alone."""
-        return ToyCache(capacity)
-
-    def prefill(
-        self, cache: ToyCache, tokens: Sequence[int], progress: Progress | None = None
-    ) -> None:
-        """Remember tokens."""
-        cache.tokens.extend(tokens)
-
     def score(
         self, cache: ToyCache, tokens: Sequence[int], proposal: Proposal
     ) -> Float[Tensor, "rows V"]:
         """The model's rows, from memory where all are there."""
-        cache.tokens.extend(tokens)
-        cache.nodes = proposal.tokens
-        contexts = [
-            (*cache.tokens, *proposal.path_tokens(node)) for node in range(ROOT, len(proposal))
-        ]
+        contexts = self.contexts(cache, tokens, proposal)
         if any(context not in self._rows for context in contexts):
             for context, row in zip(contexts, self._ask(cache.tokens, proposal), strict=True):
                 self._rows.setdefault(context, row.clone())
@@ -84,12 +69,7 @@ class Remembered:
         return found
 
     def _ask(self, tokens: Sequence[int], proposal: Proposal) -> Float[Tensor, "rows V"]:
-        same = 0
-        for ours, theirs in zip(self._held, tokens[:-1], strict=False):
-            if ours != theirs:
-                break
-            same += 1
-        self._cache.rollback(same)
+        self._cache.rollback(common_prefix(self._held, tokens[:-1]))
         start = self._cache.length
         self._model.prefill(self._cache, tokens[start:-1], None)
         rows = self._model.score(self._cache, tokens[-1:], proposal)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from outrider.core.distribution import Distribution
 from outrider.core.proposal import Proposal
+from outrider.core.sequences import common_prefix
 from outrider.drafters.shape import Chain, Shape, parse_shape
 from outrider.drafters.tree import Tree
 from outrider.errors import RollbackError, UsageError
@@ -88,12 +89,15 @@ class _ModelSession:
     def propose(self, tokens: Sequence[int], length: int, pick: Pick) -> Proposal:
         # The draft's own context may be shorter than the target's.
         length = min(length, self._model.context_length - len(tokens))
-        # A text with a token that the draft has no row for is one that it cannot read.
-        if length <= 0 or max(tokens) >= self._model.vocab_size:
+        if length <= 0:
             return Proposal()
         # What the last round rejected is taken back here, and what it added is fed: however
         # many rounds went by without a draft, this one starts from the committed tokens.
-        self._cache.rollback(min(_common(self._fed, tokens), len(tokens) - 1))
+        self._cache.rollback(min(common_prefix(self._fed, tokens), len(tokens) - 1))
+        self._fed = list(tokens[: self._cache.length])
+        # A text with a token that the draft has no row for is one that it cannot read.
+        if max(tokens[self._cache.length :]) >= self._model.vocab_size:
+            return Proposal()
         # As a rule one or two tokens are new, the last draft and the bonus: one pass for both.
         last = max(self._cache.length, len(tokens) - 2)
         self._model.prefill(self._cache, tokens[self._cache.length : last], None)
@@ -119,11 +123,3 @@ class _ModelSession:
             feed = [token]
         self._fed = [*tokens, *drafted[:-1]]
         return Proposal.chain(drafted, laws)
-
-
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the longest common prefix; the usual case, all of it, is compared at once."""
-    n = min(len(a), len(b))
-    if list(a[:n]) == list(b[:n]):
-        return n
-    return next(i for i in range(n) if a[i] != b[i])

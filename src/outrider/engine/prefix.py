@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from outrider.core.sequences import common_prefix
 from outrider.engine.round import Session
 from outrider.protocols import Cache, Drafter, DraftSession, Model
 
@@ -42,12 +43,7 @@ class Prefix:
         if kept is None or kept[0] is not model:
             return model.new_cache(capacity)
         _, cache, tokens = kept
-        common = 0
-        for ours, theirs in zip(tokens, ids[:-1], strict=False):
-            if ours != theirs:
-                break
-            common += 1
-        cache.rollback(common)
+        cache.rollback(common_prefix(tokens, ids[:-1]))
         return cache
 
     def draft_for(self, drafter: Drafter, ids: Sequence[int], capacity: int) -> DraftSession:

@@ -46,7 +46,41 @@ class ToyCache:
         self.keep(min(length, self.length), ())
 
 
-class ToyModel:
+class ContextModel:
+    """A model whose rows are a function of the tokens before them; its cache is these tokens."""
+
+    rollback: Rollback = "length"
+
+    def new_cache(self, capacity: int) -> ToyCache:
+        """An empty cache."""
+        return ToyCache(capacity)
+
+    def prefill(
+        self, cache: ToyCache, tokens: Sequence[int], progress: Progress | None = None
+    ) -> None:
+        """Remember tokens."""
+        cache.tokens.extend(tokens)
+
+    def contexts(
+        self, cache: ToyCache, tokens: Sequence[int], proposal: Proposal
+    ) -> list[tuple[int, ...]]:
+        """Take tokens and a proposal in; all tokens before each row that is to be scored.
+
+        Raises
+        ------
+        ValueError
+            When the cache has no room for them.
+        """
+        cache.tokens.extend(tokens)
+        if cache.length + proposal.depth > cache.capacity:
+            raise ValueError(
+                f"The cache holds {cache.capacity} tokens; {cache.length + proposal.depth} came."
+            )
+        cache.nodes = proposal.tokens
+        return [(*cache.tokens, *proposal.path_tokens(n)) for n in range(ROOT, len(proposal))]
+
+
+class ToyModel(ContextModel):
     """A language model given by a function from the tokens so far to probabilities.
 
     Parameters
@@ -65,7 +99,6 @@ class ToyModel:
     1.0
     """
 
-    rollback: Rollback = "length"
     trees = True
 
     def __init__(
@@ -111,30 +144,11 @@ class ToyModel:
         """The law of the token after ``tokens``."""
         return np.asarray(self._probabilities(tuple(tokens)), dtype=np.float64)
 
-    def new_cache(self, capacity: int) -> ToyCache:
-        """An empty cache."""
-        return ToyCache(capacity)
-
-    def prefill(
-        self, cache: ToyCache, tokens: Sequence[int], progress: Progress | None = None
-    ) -> None:
-        """Remember tokens."""
-        cache.tokens.extend(tokens)
-
     def score(
         self, cache: ToyCache, tokens: Sequence[int], proposal: Proposal
     ) -> Float64[Tensor, "rows V"]:
         """Logarithms of the laws after ``tokens`` and after each node."""
-        cache.tokens.extend(tokens)
-        if cache.length + proposal.depth > cache.capacity:
-            raise ValueError(
-                f"The cache holds {cache.capacity} tokens; {cache.length + proposal.depth} came."
-            )
-        cache.nodes = proposal.tokens
-        laws = [
-            self.next([*cache.tokens, *proposal.path_tokens(node)])
-            for node in range(ROOT, len(proposal))
-        ]
+        laws = [self.next(context) for context in self.contexts(cache, tokens, proposal)]
         with np.errstate(divide="ignore"):
             return torch.from_numpy(np.log(np.stack(laws)))
 
