@@ -4,7 +4,8 @@
     ├── UsageError (also ValueError)     the request itself is wrong: exit code 2
     │   ├── UnknownNameError             no such drafter, rule, runtime or catalogue entry
     │   ├── SamplingError                a sampling value out of its range
-    │   └── PromptError                  an empty prompt, or one that leaves no room
+    │   ├── PromptError                  an empty prompt, or one that leaves no room
+    │   └── LogError                     a log of measurements is broken, or of another run
     ├── ModelError                       a model cannot be had or cannot be used
     │   ├── ModelNotFoundError           no file, folder or repository of that name
     │   ├── ModelFileError               a file is there, but broken or not a model
@@ -12,6 +13,8 @@
     │   ├── DownloadError                fetching failed; nothing half-written is kept
     │   ├── NotEnoughMemoryError         the model does not fit; says how much it needs
     │   ├── TokenizerMismatchError       draft and target do not share a tokenizer
+    │   ├── DraftMismatchError           a draft head was made for another state of the target
+    │   ├── UnsupportedError             a runtime cannot run this model; another may
     │   └── RollbackError                the target's cache cannot take tokens back
     ├── EndpointError                    a server did not answer as it should
     ├── NumericalError                   NaN or infinite logits in one request
@@ -25,7 +28,9 @@ from __future__ import annotations
 __all__ = [
     "ChecksumError",
     "DownloadError",
+    "DraftMismatchError",
     "EndpointError",
+    "LogError",
     "ModelError",
     "ModelFileError",
     "ModelNotFoundError",
@@ -38,6 +43,7 @@ __all__ = [
     "SamplingError",
     "TokenizerMismatchError",
     "UnknownNameError",
+    "UnsupportedError",
     "UsageError",
 ]
 
@@ -84,6 +90,10 @@ class PromptError(UsageError):
     """The prompt is empty, or so long that no token fits after it."""
 
 
+class LogError(UsageError):
+    """A log of measurements is broken, or is of another run than the one that would go on."""
+
+
 class ModelError(OutriderError):
     """A model cannot be had, or cannot be used the way it was asked for."""
 
@@ -110,6 +120,15 @@ class NotEnoughMemoryError(ModelError, MemoryError):
 
 class TokenizerMismatchError(ModelError):
     """Draft and target do not share a tokenizer, so their token ids mean different things."""
+
+
+class DraftMismatchError(ModelError):
+    """A draft head's target had other weights, another tokenizer, template, adapter or precision;
+    raised where the two must match (``strict``), told as a warning elsewhere."""
+
+
+class UnsupportedError(ModelError):
+    """A model or a wish that a runtime does not run; the message says what it is about it."""
 
 
 class RollbackError(ModelError):

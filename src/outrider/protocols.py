@@ -6,30 +6,39 @@ The whole algorithm needs no more than this of its parts; see ``outrider.engine.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from outrider.core.chooser import Chooser
 from outrider.core.distribution import Distribution
+from outrider.core.price import Price
 from outrider.core.proposal import Proposal
 from outrider.core.verdict import Verdict
 
 __all__ = [
+    "AdaptableModel",
+    "Beside",
     "Cache",
     "DraftSession",
     "Drafter",
+    "Head",
+    "LayeredModel",
     "Model",
+    "Pacing",
+    "ParallelHeads",
     "Pick",
     "Policy",
     "Progress",
     "Rollback",
     "Rule",
     "Setting",
+    "TappedModel",
     "Target",
     "TextStream",
+    "TogetherModel",
     "Tokenizer",
 ]
 
@@ -101,6 +110,136 @@ class Model(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What one sequence feeds in a pass: tokens, and a proposal after them or a part of it.
+
+    ``nodes`` are those of the proposal that this pass feeds; the ones before them are in the
+    cache already.
+    """
+
+    cache: Any
+    tokens: Sequence[int]
+    proposal: Proposal = field(default_factory=Proposal)
+    nodes: range | None = None
+
+    @property
+    def fed_nodes(self) -> range:
+        """The nodes, all if none are named."""
+        return range(len(self.proposal)) if self.nodes is None else self.nodes
+
+    @property
+    def fed(self) -> list[int]:
+        """All tokens, in the order of their slots."""
+        return [*self.tokens, *(self.proposal.tokens[node] for node in self.fed_nodes)]
+
+
+@runtime_checkable
+class TogetherModel(Protocol):
+    """A model that scores several sequences in one pass.
+
+    ``most_rows``: tokens that a pass feeds at most.
+    """
+
+    most_rows: int
+
+    def score_together(self, asked: Sequence[Asked]) -> list[Float[Tensor, "rows V"]]:
+        """``Model.score`` for each of several sequences, at most ``most_rows`` tokens in all."""
+        ...
+
+
+@runtime_checkable
+class TappedModel(Protocol):
+    """A model that can set hidden states aside for a drafter, in the cache of each sequence."""
+
+    layers: int
+    hidden_size: int
+
+    def new_cache(self, capacity: int, taps: tuple[int, ...] = ()) -> Any:
+        """An empty cache; its ``hidden.first(n)`` are rows of the first n tokens [n, taps · d]."""
+        ...
+
+    def make_head(self, weights: Any) -> Any:
+        """A ``Head`` or ``ParallelHeads`` on this model, in its own runtime and precision."""
+        ...
+
+
+@runtime_checkable
+class AdaptableModel(Protocol):
+    """A model that can run with a LoRA adapter beside its weights."""
+
+    @property
+    def adapter(self) -> Any:
+        """The one that it runs with, or ``None``."""
+        ...
+
+    def with_adapter(self, adapter: Any) -> Any:
+        """Another ``Model`` on the same weights, with this adapter or with none."""
+        ...
+
+
+@runtime_checkable
+class LayeredModel(Protocol):
+    """A model that can run some of its layers alone, on its own weights and caches."""
+
+    layers: int
+
+    def some_layers(self, layers: Sequence[int]) -> Model:
+        """These layers, then the final norm and the output matrix.
+
+        It scores into the caches of the whole model: each layer reads and writes its own place
+        there. Hidden states set aside in them are left alone.
+        """
+        ...
+
+
+@runtime_checkable
+class Head(Protocol):
+    """A small network that predicts further tokens from a target's hidden states.
+
+    ``taps``: the layers that it reads; ``ids``: the target's token of each of its logits.
+    """
+
+    taps: tuple[int, ...]
+    ids: Int64[Tensor, " Vd"]
+
+    def new_cache(self, capacity: int) -> Any:
+        """An empty cache of its own; rolled back by length."""
+        ...
+
+    def feed(
+        self, cache: Any, tokens: Sequence[int], hidden: Float[Tensor, "n widths"]
+    ) -> tuple[Float[Tensor, " Vd"], Float[Tensor, " d"]]:
+        """Committed tokens, each with the target's hidden states of the one before it.
+
+        Returns the logits after the last, and the state from which to go on.
+        """
+        ...
+
+    def grow(
+        self, cache: Any, tree: Proposal, nodes: range, states: Float[Tensor, "n d"]
+    ) -> tuple[Float[Tensor, "n Vd"], Float[Tensor, "n d"]]:
+        """Some nodes of a tree, those before them fed already, each with its parent's state."""
+        ...
+
+
+@runtime_checkable
+class ParallelHeads(Protocol):
+    """Small networks that predict several further tokens at once, each by itself.
+
+    ``taps``: the layers whose hidden states they read; ``ids``: the target's token of each of
+    their logits; ``count``: how many tokens they predict.
+    """
+
+    taps: tuple[int, ...]
+    ids: Int64[Tensor, " Vd"]
+    count: int
+
+    def predict(self, hidden: Float[Tensor, " widths"]) -> Float[Tensor, "count Vd"]:
+        """From the hidden states at token i to logits of tokens i + 2, ..., i + 1 + count."""
+        ...
+
+
 @runtime_checkable
 class TextStream(Protocol):
     """Text from token ids that arrive one at a time; incomplete characters are held back."""
@@ -149,6 +288,17 @@ class Tokenizer(Protocol):
         """A fresh decoder for ids that arrive one at a time."""
         ...
 
+    def pieces(self) -> Sequence[bytes | None]:
+        """What each id adds in the middle of a text, in UTF-8, be it a part of a character.
+
+        ``None`` for special tokens and for ids that nothing uses.
+        """
+        ...
+
+    def special_tokens(self) -> Mapping[str, int]:
+        """Tokens that mark places in a text and leave none in it, by name."""
+        ...
+
 
 Target = Callable[[int], Distribution]
 """p after a node of the proposal, or after the last committed token (``ROOT``); made when asked."""
@@ -169,11 +319,26 @@ class Pick:
     siblings
         From q, a number of children, their depth, the first one's node and whether some may be
         left out afterwards to as many tokens at most, each with its law.
+    ranking
+        Like ``distribution``, for a tree's siblings: where the request takes the best token only,
+        the draft's next best still have their probabilities. ``None`` if it is the same.
+    pacing
+        Who decides how much of a draft is worth its time; ``None`` takes all.
     """
 
     distribution: Callable[[Float[Tensor, " V"], Sequence[int]], Distribution]
     choose: Callable[[Distribution, int, int], tuple[int, Distribution | None]]
     siblings: Callable[[Distribution, int, int, int, bool], list[tuple[int, Distribution | None]]]
+    ranking: Callable[[Float[Tensor, " V"], Sequence[int]], Distribution] | None = None
+    pacing: Pacing | None = None
+
+    def asks(self, source: str) -> bool:
+        """Whether a drafter of that name is wanted in this round, for the time that it takes."""
+        return self.pacing is None or self.pacing.asks(source)
+
+    def goes_on(self, source: str, confidence: Sequence[float]) -> bool:
+        """Whether another step is wanted after tokens of such confidence; for what is not drawn."""
+        return self.pacing is None or self.pacing.goes_on(source, confidence)
 
     def __call__(
         self, logits: Float[Tensor, " V"], path: Sequence[int]
@@ -189,8 +354,9 @@ class DraftSession(Protocol):
     def propose(self, tokens: Sequence[int], length: int, pick: Pick) -> Proposal:
         """At most ``length`` tokens deep, after the committed ``tokens``.
 
-        A length of 0 proposes nothing and must leave the session fit for the next call. The
-        session finds out by itself which of its earlier drafts were kept.
+        A length of 0 proposes nothing and must leave the session fit for the next call; the last
+        call of a request is one, with the whole text. The session finds out by itself which of its
+        earlier drafts were kept.
         """
         ...
 
@@ -206,10 +372,26 @@ class Setting:
     load
         From a name or path to a draft model that shares the target's tokenizer; raises
         ``TokenizerMismatchError`` when it does not.
+    tokenizer
+        The target's, if it has one.
+    load_any
+        From a name or path to a model of any kind, with the tokenizer that is its own.
+    drafter
+        From a drafter's name, with its argument, to the drafter.
+    head
+        From a folder to the draft head in it, on this target; from an empty text to the head that
+        comes with the target.
+    parallel
+        From a folder to the parallel heads in it, on this target.
     """
 
     target: Model
     load: Callable[[str], Model]
+    tokenizer: Tokenizer | None = None
+    load_any: Callable[[str], tuple[Model, Tokenizer]] | None = None
+    drafter: Callable[[str], Drafter] | None = None
+    head: Callable[[str], Head] | None = None
+    parallel: Callable[[str], ParallelHeads] | None = None
 
 
 @runtime_checkable
@@ -239,16 +421,33 @@ class Drafter(Protocol):
 
 
 @runtime_checkable
+class Beside(Protocol):
+    """A drafter that works on the target's own cache, beside what ``Drafter`` asks for.
+
+    ``taps``: the layers whose hidden states it wants in that cache.
+    """
+
+    taps: tuple[int, ...]
+
+    def start_beside(self, cache: Any, prompt: Sequence[int], capacity: int) -> DraftSession:
+        """A session for the sequence in ``cache``, which holds all committed tokens but the last
+        whenever the session is asked, and is as it was afterwards."""
+        ...
+
+
+@runtime_checkable
 class Rule(Protocol):
     """Decides what of a proposal stands.
 
     ``exact``: the target's law is kept whatever q is. ``trees``: it judges proposals with
-    branches, not only chains.
+    branches, not only chains. ``invariant``: what comes out is the same text whatever is drafted,
+    so that how much is drafted may depend on the machine.
     """
 
     name: str
     exact: bool
     trees: bool
+    invariant: bool
 
     def draft(
         self, q: Distribution, chooser: Chooser, position: int, round: int, node: int
@@ -286,19 +485,49 @@ class Rule(Protocol):
 
 @runtime_checkable
 class Policy(Protocol):
-    """Chooses a draft length before anything is drawn, from this request's history alone."""
+    """Chooses a draft length before anything is drawn, from this request's history alone.
+
+    One that also offers ``Pacing`` has a say in what else is drafted and scored.
+    """
 
     name: str
 
     @classmethod
-    def build(cls, argument: str) -> Policy:
-        """Make one from the text after the colon in ``name:argument``, which may be empty."""
+    def build(cls, argument: str, price: Price) -> Policy:
+        """Make one from the text after the colon in ``name:argument``, which may be empty.
+
+        ``price`` says what rows and steps cost.
+        """
         ...
 
     def length(self) -> int:
         """The draft length of the coming round."""
         ...
 
-    def learn(self, drafted: int, accepted: int) -> None:
-        """What became of the last round's draft: its depth, and how many of its tokens stood."""
+    def learn(self, proposal: Proposal, path: Sequence[int]) -> None:
+        """What became of the last round's draft: the nodes that stood, from the top down."""
+        ...
+
+
+@runtime_checkable
+class Pacing(Protocol):
+    """Decides how much of a draft is worth its time, beside what ``Policy`` asks for.
+
+    It may look at all but what was drawn: a sampled token stays, whatever it is.
+    """
+
+    def asks(self, source: str) -> bool:
+        """Whether a drafter of that name is wanted in this round."""
+        ...
+
+    def goes_on(self, source: str, confidence: Sequence[float]) -> bool:
+        """Whether a chain without chance is worth one more step after such tokens."""
+        ...
+
+    def trim(self, proposal: Proposal) -> Proposal:
+        """The part of a proposal to score: all of it, if anything in it was drawn."""
+        ...
+
+    def beside(self, rows: int, tokens: float) -> None:
+        """What other sequences feed and emit in the coming pass, about; nothing when alone."""
         ...

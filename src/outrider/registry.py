@@ -2,7 +2,8 @@
 
 A table maps a name to ``"module:attribute"``. Adding a part is one file and one line here;
 the contract tests then run over it. Other packages add theirs through the entry-point groups
-``outrider.drafters``, ``outrider.rules``, ``outrider.runtimes`` and ``outrider.policies``.
+``outrider.drafters``, ``outrider.rules``, ``outrider.runtimes``, ``outrider.policies``,
+``outrider.metrics`` and ``outrider.peers``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from typing import Any
 
 from outrider.errors import UnknownNameError, UsageError
 
-__all__ = ["DRAFTERS", "POLICIES", "RULES", "RUNTIMES", "Table", "did_you_mean", "refuse_argument"]
+__all__ = [
+    "DRAFTERS", "METRICS", "PEERS", "POLICIES", "RULES", "RUNTIMES", "Table", "did_you_mean",
+    "refuse_argument",
+]  # fmt: skip
 
 
 def did_you_mean(name: str, known: Mapping[str, object] | list[str]) -> str:
@@ -89,7 +93,13 @@ DRAFTERS = Table(
         "none": "outrider.drafters.none:NoDrafter",
         "ngram": "outrider.drafters.ngram:NgramDrafter",
         "model": "outrider.drafters.model:ModelDrafter",
+        "crosstoken": "outrider.drafters.crosstoken:CrossTokenDrafter",
+        "eagle": "outrider.drafters.eagle:EagleDrafter",
+        "medusa": "outrider.drafters.medusa:MedusaDrafter",
+        "early_exit": "outrider.drafters.early_exit:EarlyExitDrafter",
         "script": "outrider.drafters.script:ScriptDrafter",
+        "suffix": "outrider.drafters.suffix:SuffixDrafter",
+        "mixed": "outrider.drafters.mixed:MixedDrafter",
     },
 )
 
@@ -110,6 +120,7 @@ RUNTIMES = Table(
     {
         "toy": "outrider.models.toy:load",
         "hf": "outrider.models.hf:load",
+        "native": "outrider.models.native.load:load",
     },
 )
 
@@ -119,5 +130,38 @@ POLICIES = Table(
     {
         "fixed": "outrider.policies.fixed:Fixed",
         "adaptive": "outrider.policies.adaptive:Adaptive",
+    },
+)
+
+METRICS = Table(
+    "metrics",
+    "metric",
+    {
+        "acceptance_rate": "outrider.lab.metrics.acceptance_rate:AcceptanceRate",
+        "tokens_per_target_call": "outrider.lab.metrics.tokens_per_target_call:TokensPerTargetCall",
+        "target_calls_per_token": "outrider.lab.metrics.target_calls_per_token:TargetCallsPerToken",
+        "drafted_per_call": "outrider.lab.metrics.drafted_per_call:DraftedPerCall",
+        "draft_ms_per_round": "outrider.lab.metrics.draft_ms_per_round:DraftMsPerRound",
+        "draft_ms_per_token": "outrider.lab.metrics.draft_ms_per_token:DraftMsPerToken",
+        "verify_ms_per_call": "outrider.lab.metrics.verify_ms_per_call:VerifyMsPerCall",
+        "tokens_per_s": "outrider.lab.metrics.tokens_per_s:TokensPerS",
+        "decode_tokens_per_s": "outrider.lab.metrics.decode_tokens_per_s:DecodeTokensPerS",
+        "ttft_ms": "outrider.lab.metrics.ttft_ms:TimeToFirstToken",
+        "tpot_ms": "outrider.lab.metrics.tpot_ms:TimePerOutputToken",
+        "total_ms": "outrider.lab.metrics.total_ms:TotalMs",
+        "draft_share": "outrider.lab.metrics.draft_share:DraftShare",
+        "verify_share": "outrider.lab.metrics.verify_share:VerifyShare",
+        "other_share": "outrider.lab.metrics.other_share:OtherShare",
+    },
+)
+
+PEERS = Table(
+    "peers",
+    "peer",
+    {
+        "transformers": "outrider.lab.peers.transformers:Transformers",
+        "llama.cpp": "outrider.lab.peers.llama_cpp:LlamaCpp",
+        "openvino": "outrider.lab.peers.openvino:OpenVino",
+        "endpoint": "outrider.lab.peers.endpoint:Endpoint",
     },
 )

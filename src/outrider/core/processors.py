@@ -220,6 +220,10 @@ class Law:
         self.greedy = greedy
         self.wide = wide
 
+    def without_choice(self) -> Law:
+        """The same law before the best token takes all."""
+        return Law(self.processors, wide=self.wide)
+
     def __call__(self, context: Context, logits: Float[Tensor, " V"]) -> Distribution:
         """p at one position.
 
@@ -229,30 +233,36 @@ class Law:
             When a logit is NaN or plus infinity, or when no token is left that could come.
         """
         scores = logits.double() if self.wide or logits.dtype == torch.float64 else logits.float()
-        # The maximum is NaN if any score is, so one pass over the row finds both faults.
-        if not math.isfinite(top := float(scores.max())):
+        top, best = _best(scores)
+        if not math.isfinite(top):
             raise NumericalError(
                 f"The model's best logit at position {len(context.tokens)} is {top}; a finite "
                 "number was expected.",
                 hint="Try a wider dtype (float32), or check the model's weights.",
             )
-        for processor in self.processors:
-            scores = processor(context, scores)
-        if not math.isfinite(float(scores.max())):
-            raise NumericalError(
-                f"The processors left no token that could come at position {len(context.tokens)}.",
-                hint="Loosen logit_bias, min_tokens or the stop ids.",
-            )
+        if self.processors:
+            for processor in self.processors:
+                scores = processor(context, scores)
+            top, best = _best(scores)
+            if not math.isfinite(top):
+                raise NumericalError(
+                    f"The processors left no token that could come at position "
+                    f"{len(context.tokens)}.",
+                    hint="Loosen logit_bias, min_tokens or the stop ids.",
+                )
         if self.greedy:
-            return Distribution.one_hot(_lowest_argmax(scores), len(scores))
+            return Distribution.one_hot(best, len(scores))
         return Distribution.softmax(scores)
 
 
-def _lowest_argmax(scores: Float[Tensor, " V"]) -> int:
-    """torch promises no order among equal maxima, so the tie rule is spelt out."""
-    best = int(scores.argmax())
-    earlier = scores[:best] == scores[best]
-    return int(earlier.nonzero()[0]) if bool(earlier.any()) else best
+def _best(scores: Float[Tensor, " V"]) -> tuple[float, int]:
+    """The best score and where it is: the lowest id of several, or a NaN if there is one.
+
+    numpy promises both of its argmax, and torch neither.
+    """
+    values = scores.numpy(force=True)
+    best = int(values.argmax())
+    return float(values[best]), best
 
 
 def _bias(bias: Mapping[int, float]) -> Processor:
@@ -315,17 +325,20 @@ def _top_k(k: int) -> Processor:
 
 def _top_p(p: float) -> Processor:
     def process(context: Context, scores: Tensor) -> Tensor:
-        # The kept set is small as a rule: sort the best few, and all only if they do not reach p.
+        # The kept set is small as a rule: sort what is near the best score, and more only if
+        # that does not reach p.
+        top = scores.max()
         total = torch.logsumexp(scores.double(), 0)
-        for size in (min(1024, len(scores)), len(scores)):
-            values, ids = torch.topk(scores, size)
+        for margin in (8.0, 16.0, math.inf):
+            near = (scores >= top - margin).nonzero()[:, 0]
+            values, order = torch.sort(scores[near], descending=True, stable=True)
             mass = torch.exp(values.double() - total).cumsum(0)
-            if size == len(scores) or float(mass[-1]) >= p:
+            if float(mass[-1]) >= p:
                 break
         # A token stays if the ones before it do not reach p: the first always does.
         kept = int((mass < p).sum()) + 1
         out = torch.full_like(scores, -math.inf)
-        return out.index_copy(0, ids[:kept], values[:kept])
+        return out.index_copy(0, near[order[:kept]], values[:kept])
 
     return process
 

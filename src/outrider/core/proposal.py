@@ -27,6 +27,12 @@ class Proposal:
         The law q that each node's token was really drawn from, given its earlier siblings:
         after processors, after vocabulary trimming, in float64. ``None`` for a token that was
         chosen deterministically, whose law is one-hot.
+    confidence
+        The drafter's guess, for each node, of the probability that it stands if its parent does;
+        empty if it makes none. It decides how much of a proposal is worth scoring, never what
+        stands.
+    source
+        The name of the drafter that proposed it.
 
     Example
     -------
@@ -38,6 +44,8 @@ class Proposal:
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
     laws: tuple[Distribution | None, ...] = ()
+    confidence: tuple[float, ...] = field(default=(), compare=False)
+    source: str = field(default="", compare=False)
     depth: int = field(init=False, compare=False)
     """Number of tokens on the longest path."""
     _children: dict[int, list[int]] = field(init=False, repr=False, compare=False)
@@ -47,6 +55,11 @@ class Proposal:
             raise ValueError(
                 f"A proposal needs one parent and one law for each token; got {len(self.tokens)} "
                 f"tokens, {len(self.parents)} parents and {len(self.laws)} laws."
+            )
+        if self.confidence and len(self.confidence) != len(self.tokens):
+            raise ValueError(
+                f"A proposal needs a confidence for each of its {len(self.tokens)} tokens or for "
+                f"none; got {len(self.confidence)}."
             )
         children: dict[int, list[int]] = {}
         depths = {ROOT: 0}
@@ -69,16 +82,25 @@ class Proposal:
 
     @classmethod
     def chain(
-        cls, tokens: Sequence[int], laws: Sequence[Distribution | None] | None = None
+        cls,
+        tokens: Sequence[int],
+        laws: Sequence[Distribution | None] | None = None,
+        *,
+        confidence: Sequence[float] = (),
+        source: str = "",
     ) -> Proposal:
         """A tree of one path; without laws, a deterministic one."""
         n = len(tokens)
-        return cls(
-            tuple(tokens), tuple(range(-1, n - 1)), (None,) * n if laws is None else tuple(laws)
-        )
+        drawn = (None,) * n if laws is None else tuple(laws)
+        return cls(tuple(tokens), tuple(range(-1, n - 1)), drawn, tuple(confidence), source)
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether no token was drawn, so that any part may be left out for what it is."""
+        return all(law is None for law in self.laws)
 
     @property
     def is_chain(self) -> bool:
@@ -92,6 +114,21 @@ class Proposal:
     def child_with(self, node: int, token: int) -> int | None:
         """The child of a node that holds a token, if there is one."""
         return next((c for c in self.children(node) if self.tokens[c] == token), None)
+
+    def only(self, nodes: Sequence[int]) -> Proposal:
+        """Some of the nodes, ascending, with every node's parent among them.
+
+        >>> Proposal((5, 6, 7), (-1, -1, 0), (None,) * 3).only([0, 2]).parents
+        (-1, 0)
+        """
+        number = {ROOT: ROOT} | {node: i for i, node in enumerate(nodes)}
+        return Proposal(
+            tuple(self.tokens[n] for n in nodes),
+            tuple(number[self.parents[n]] for n in nodes),
+            tuple(self.laws[n] for n in nodes),
+            tuple(self.confidence[n] for n in nodes) if self.confidence else (),
+            self.source,
+        )
 
     def law(self, node: int, vocab_size: int) -> Distribution:
         """The law that the node's token was drawn from, one-hot if it was not drawn."""

@@ -1,32 +1,70 @@
-"""A draft length that follows the acceptance of the rounds before."""
+"""As much draft as pays, by what drafts like it have been worth and by what a row costs."""
 
 from __future__ import annotations
 
-from outrider.core.theory import best_draft_length
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outrider.core.price import NOMINAL, Price
+from outrider.core.proposal import ROOT, Proposal
 from outrider.errors import SamplingError, UsageError
 
 __all__ = ["Adaptive"]
 
+_EDGES = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)
+"""Drafts of like confidence are counted together, between two of these."""
+
+_LONGEST_DRAWN = 128
+"""Of the lengths that are weighed for sampled drafts; rows beyond pay nowhere."""
+
+_RATE_TRIALS = 4.0
+"""Passes that the first guess of tokens a pass counts for."""
+
+
+@dataclass(slots=True)
+class _Rate:
+    """How often something happened, older trials counting less."""
+
+    kept: float = 0.0
+    tried: float = 0.0
+
+    def add(self, kept: float, tried: float, memory: float) -> None:
+        fade = max(0.0, 1.0 - tried / memory)
+        self.kept = fade * self.kept + kept
+        self.tried = fade * self.tried + tried
+
+    def mean(self, guess: float, trials: float) -> float:
+        return (self.kept + trials * guess) / (self.tried + trials)
+
 
 class Adaptive:
-    """The length that decodes the most tokens in a unit of time, if drafts go on as they did.
+    """The draft that decodes the most tokens in a unit of time, if drafts go on as they did.
 
-    The chance that one drafted token stands is estimated from this request's own rounds: a round
-    that kept a of d tokens tried a of them with success, and one more without if a < d. Older
-    trials count less. Between these estimates and the cost of a token drafted and scored,
-    ``theory.best_draft_length`` decides. Lengths depend on earlier rounds alone, never on what is
-    about to be drawn, so every exact rule stays exact.
+    With λ the tokens that a unit of time has given so far, a node is worth scoring if the chance
+    that it stands is above λ times what its row costs: else that time is better spent on the next
+    pass. Chances are the drafter's own confidence, corrected by what became of drafts of like
+    confidence in this request; prices are measured on the machine.
 
-    After ``retry`` rounds at length 0, one token is drafted to see whether things have changed.
+    - ``trim`` leaves out of a proposal what is not worth its row. Only where nothing was drawn:
+      a sampled token that is dropped for what it is would bias the output.
+    - ``goes_on`` ends a chain where the next token is not worth its step and its row.
+    - ``asks`` leaves a drafter out for a while that does not pay for its own time.
+    - ``length`` fixes the length of sampled drafts before anything is drawn: the γ with the most
+      tokens a unit of time, each token standing with the chance that they had so far.
+
+    Everything depends on earlier rounds, on what is not drawn, and on prices, so every exact rule
+    stays exact. Where the text itself depends on what is drafted (``rejection``, ``block``) prices
+    are nominal ones, so that a seed gives the same text on every machine.
 
     Parameters
     ----------
     most
         The longest draft.
-    cost
-        Time of one more token, drafted and scored, in passes of the target.
+    price
+        What rows and steps cost.
     prior
-        Trials that the first estimate, one half, counts for.
+        Trials that a first guess counts for: a confidence, or one half for a sampled draft.
     memory
         Trials that are remembered, in effect.
     retry
@@ -37,13 +75,15 @@ class Adaptive:
     SamplingError
         When ``most`` is negative.
 
+    Source: for a sampled chain, Leviathan et al. 2023 (arXiv 2211.17192), section 3.5; a node's
+    value as the product of confidences along its path, Li et al. 2024 (arXiv 2406.16858), EAGLE-2.
+
     Example
     -------
-    >>> policy = Adaptive(8)
-    >>> for _ in range(20):
-    ...     policy.learn(drafted=policy.length(), accepted=policy.length())
-    >>> policy.length()
-    8
+    >>> policy = Adaptive(8, Price((1, 2), (1.0, 1.2)))
+    >>> sure = Proposal.chain([5, 6, 7], confidence=[0.9, 0.9, 0.1])
+    >>> policy.trim(sure).tokens
+    (5, 6)
     """
 
     name = "adaptive"
@@ -51,24 +91,28 @@ class Adaptive:
     def __init__(
         self,
         most: int = 16,
+        price: Price = NOMINAL,
         *,
-        cost: float = 0.1,
-        prior: float = 2.0,
-        memory: float = 24.0,
+        prior: float = 4.0,
+        memory: float = 64.0,
         retry: int = 8,
     ) -> None:
         if most < 0:
             raise SamplingError(f"The longest draft must be 0 or more; got {most}.")
         self._most = most
-        self._cost = cost
+        self._price = price
+        self._prior = prior
         self._memory = memory
         self._retry = retry
-        self._kept = prior / 2
-        self._tried = prior
-        self._idle = 0
+        self._rates: dict[tuple[str, int], _Rate] = {}
+        self._drawn: _Rate | None = None
+        self._first: dict[str, _Rate] = {}
+        self._idle: dict[str, int] = {}
+        self._per_pass = _Rate()
+        self._others = (0, 0.0)
 
     @classmethod
-    def build(cls, argument: str) -> Adaptive:
+    def build(cls, argument: str, price: Price = NOMINAL) -> Adaptive:
         """By name: ``adaptive``, or ``adaptive:24`` with the longest draft.
 
         Raises
@@ -81,20 +125,106 @@ class Adaptive:
                 f"The 'adaptive' policy takes the longest draft; got '{argument}'.",
                 hint="Example: --draft-length adaptive:24",
             )
-        return cls(int(argument)) if argument else cls()
+        return cls(int(argument), price) if argument else cls(price=price)
 
     def length(self) -> int:
-        """The best length at the acceptance seen so far."""
-        best = best_draft_length(self._kept / self._tried, self._cost, self._most)
-        return best or int(self._most > 0 and self._idle >= self._retry)
+        """The longest draft; of sampled ones, the best length at the acceptance seen so far."""
+        if self._drawn is None or not self._most:
+            return self._most
+        alpha = self._drawn.mean(0.5, self._prior / 2)
+        longest = min(self._most, _LONGEST_DRAWN)
+        best = max(range(longest + 1), key=lambda n: (self._speed(alpha, n), -n))
+        return best or int(self._waited("length"))
 
-    def learn(self, drafted: int, accepted: int) -> None:
-        """Count the trials of a round; a round without a draft has none."""
-        if not drafted:
-            self._idle += 1
+    def _speed(self, alpha: float, length: int) -> float:
+        tokens = length + 1 if alpha == 1.0 else (1 - alpha ** (length + 1)) / (1 - alpha)
+        return tokens / (self._price.of(1 + length) + length * self._price.step)
+
+    def asks(self, source: str) -> bool:
+        """Whether a drafter's first token is worth its step, as far as is known."""
+        step = self._price.step_of(source)
+        first = self._first.get(source)
+        if not step or first is None:
+            return True
+        pays = first.mean(0.5, self._prior) > self._value * (step + self._row(1))
+        return pays or self._waited(source)
+
+    def goes_on(self, source: str, confidence: Sequence[float]) -> bool:
+        """Whether a chain is worth one more step after tokens of such confidence."""
+        worth = 1.0
+        for c in confidence:
+            worth *= self._chance(source, c)
+        first = self._first.get(source, _Rate()).mean(0.6, self._prior)
+        cost = self._price.step_of(source) + self._row(1 + len(confidence))
+        return worth * first > self._value * cost
+
+    def trim(self, proposal: Proposal) -> Proposal:
+        """The part of a proposal that is worth scoring, if nothing in it was drawn."""
+        if not proposal.confidence or not proposal.is_fixed:
+            return proposal
+        worth: list[float] = []
+        for parent, c in zip(proposal.parents, proposal.confidence, strict=True):
+            above = 1.0 if parent == ROOT else worth[parent]
+            worth.append(above * self._chance(proposal.source, c))
+        # No node is worth more than its parent, so the best ones hang together.
+        order = sorted(range(len(worth)), key=lambda node: (-worth[node], node))
+        best, most, gain = 0, 0.0, 0.0
+        for n, node in enumerate(order, 1):
+            gain += worth[node]
+            surplus = gain - self._value * self._rows(n)
+            if surplus > most:
+                best, most = n, surplus
+        if not best and self._waited("trim"):
+            best = 1
+        return proposal if best == len(worth) else proposal.only(sorted(order[:best]))
+
+    def learn(self, proposal: Proposal, path: Sequence[int]) -> None:
+        """Count a round: each node whose parent stood was tried, and those in ``path`` stood."""
+        source, stood = proposal.source, {ROOT, *path}
+        cost = self._price.of(1 + len(proposal)) + proposal.depth * self._price.step_of(source)
+        self._per_pass.add(1.0 + len(path), cost, self._memory)
+        if not len(proposal):
             return
-        self._idle = 0
-        trials = accepted + (accepted < drafted)
-        fade = max(0.0, 1.0 - trials / self._memory)
-        self._kept = fade * self._kept + accepted
-        self._tried = fade * self._tried + trials
+        first = self._first.setdefault(source, _Rate())
+        first.add(float(len(path) > 0), 1.0, self._memory)
+        if not proposal.is_fixed:
+            self._drawn = self._drawn or _Rate()
+            tries = len(path) + (len(path) < proposal.depth)
+            self._drawn.add(float(len(path)), float(tries), self._memory)
+        elif proposal.confidence:
+            for node, parent in enumerate(proposal.parents):
+                if parent in stood:
+                    rate = self._rate(source, proposal.confidence[node])
+                    rate.add(float(node in stood), 1.0, self._memory)
+
+    def _waited(self, what: str) -> bool:
+        """Count a round without; whether it is time to see if things have changed."""
+        self._idle[what] = (self._idle.get(what, 0) + 1) % (self._retry + 1)
+        return not self._idle[what]
+
+    def beside(self, rows: int, tokens: float) -> None:
+        """Rows that others feed in the coming pass, and tokens that come of them: rows behind
+        theirs may cost more, and the time of a pass is worth what all get from it."""
+        self._others = rows, tokens
+
+    @property
+    def _value(self) -> float:
+        """λ, tokens in the time of a one-row pass."""
+        rows, tokens = self._others
+        own = self._per_pass.mean(1.2, _RATE_TRIALS)
+        return (own + tokens) / self._price.of(1 + rows)
+
+    def _rows(self, more: int) -> float:
+        """The price of more rows than one."""
+        alone = 1 + self._others[0]
+        return self._price.of(alone + more) - self._price.of(alone)
+
+    def _row(self, before: int) -> float:
+        """The price of one row more than so many."""
+        return max(0.0, self._rows(before) - self._rows(before - 1))
+
+    def _chance(self, source: str, confidence: float) -> float:
+        return self._rate(source, confidence).mean(confidence, self._prior)
+
+    def _rate(self, source: str, confidence: float) -> _Rate:
+        return self._rates.setdefault((source, bisect_right(_EDGES, confidence)), _Rate())

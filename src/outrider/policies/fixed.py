@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from outrider.core.price import NOMINAL, Price
+from outrider.core.proposal import Proposal
 from outrider.errors import SamplingError, UsageError
 
 __all__ = ["Fixed"]
@@ -29,7 +33,7 @@ class Fixed:
         self.draft_length = draft_length
 
     @classmethod
-    def build(cls, argument: str) -> Fixed:
+    def build(cls, argument: str, price: Price = NOMINAL) -> Fixed:
         """By name: ``fixed:5``.
 
         Raises
@@ -48,5 +52,5 @@ class Fixed:
         """The fixed length."""
         return self.draft_length
 
-    def learn(self, drafted: int, accepted: int) -> None:
+    def learn(self, proposal: Proposal, path: Sequence[int]) -> None:
         """Nothing: the length is fixed."""

@@ -37,6 +37,7 @@ class Block:
     name = "block"
     exact = True
     trees = False
+    invariant = False
 
     def draft(
         self, q: Distribution, chooser: Chooser, position: int, round: int, node: int

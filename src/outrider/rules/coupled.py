@@ -28,6 +28,7 @@ class Coupled:
     name = "coupled"
     exact = True
     trees = True
+    invariant = True
 
     def draft(
         self, q: Distribution, chooser: Chooser, position: int, round: int, node: int

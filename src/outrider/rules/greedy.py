@@ -22,6 +22,7 @@ class Greedy:
     name = "greedy"
     exact = True
     trees = True
+    invariant = True
 
     def draft(
         self, q: Distribution, chooser: Chooser, position: int, round: int, node: int

@@ -29,6 +29,7 @@ class Rejection:
     name = "rejection"
     exact = True
     trees = True
+    invariant = False
 
     def draft(
         self, q: Distribution, chooser: Chooser, position: int, round: int, node: int
