@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import inspect
 import io
@@ -9,7 +10,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, suppress
+from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,26 @@ from outrider.errors import (
     ProposalError,
 )
 from outrider.models import attention, catalogue, memory
+from outrider.models.adapter import Adapter, LiveAdapter, merge_into, read_adapter
+from outrider.models.heads.eagle import EagleModule, TorchHead
+from outrider.models.heads.medusa import MedusaModule, TorchMedusa
 from outrider.models.hf_cache import HFCache, continues_from_state, rollback_of
+from outrider.models.hidden import Hidden, check_taps
 from outrider.models.locate import Located
 from outrider.models.numerics import row_step
 from outrider.models.tokenizer import HFTokenizer
 from outrider.protocols import Progress, Rollback
 
-__all__ = ["HFModel", "default_device", "default_dtype", "eos_token_ids", "load"]
+__all__ = [
+    "HFModel",
+    "default_device",
+    "default_dtype",
+    "eos_token_ids",
+    "first_line",
+    "load",
+    "load_words",
+    "quiet",
+]
 
 _PREFILL_CHUNK = 512
 _NO_LIMIT = 1 << 20
@@ -91,11 +105,14 @@ class HFModel:
         rows = module.get_output_embeddings().weight.shape[0]
         self.vocab_size = min(rows, vocab_size or rows)
         self.context_length = int(getattr(text, "max_position_embeddings", None) or _NO_LIMIT)
+        self.layers = int(text.num_hidden_layers)
+        self.hidden_size = int(text.hidden_size)
         self.rollback: Rollback = rollback_of(text)
-        self.row_step: int | None = None
+        self._live: LiveAdapter | None = None
+        self._steps: tuple[int | None, ...] = (None,)
         if same_numbers and self.rollback == "length" and _can_switch_attention(module):
             module.set_attn_implementation(attention.NAME)
-            self.row_step = row_step(module)
+            self._steps = (row_step(module),)
         with _evaluating(module):
             # Some decoders say False too, so it is a reason to look and no more.
             if getattr(text, "is_decoder", None) is False and _looks_ahead(module):
@@ -114,16 +131,73 @@ class HFModel:
         )
 
     @property
+    def row_step(self) -> int | None:
+        """Passes are padded to a multiple of so many rows, each then treated alike; ``None`` where
+        that is not kept."""
+        steps = [step for step in self._steps if step is not None]
+        return max(steps) if len(steps) == len(self._steps) else None
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """The LoRA adapter beside the weights; one that was merged into them is none."""
+        return None if self._live is None else self._live.adapter
+
+    def with_adapter(self, adapter: Adapter | None) -> HFModel:
+        """Another model on the same weights: with this adapter beside them, or with none.
+
+        Nothing is copied, and this model stays as it is. Their caches are no use to each other.
+
+        Raises
+        ------
+        ModelFileError
+            When the adapter was made for another base.
+        """
+        made = copy.copy(self)
+        made._live = None if adapter is None else LiveAdapter(self.module, adapter)
+        halves = [] if made._live is None or self._steps[0] is None else [made._live.halves]
+        made._steps = (self._steps[0], *map(row_step, halves))
+        return made
+
+    @property
     def device(self) -> torch.device:
         """Where token ids have to be."""
         device: torch.device = self.module.get_input_embeddings().weight.device
         return device
 
-    def new_cache(self, capacity: int) -> HFCache:
-        """An empty cache; it grows by itself, so the capacity is not reserved."""
+    @property
+    def kind(self) -> str:
+        """Precision of the weights."""
+        return str(self.module.dtype).removeprefix("torch.")
+
+    def new_cache(self, capacity: int, taps: tuple[int, ...] = ()) -> HFCache:
+        """An empty cache; it grows by itself, so the capacity is not reserved.
+
+        ``taps`` are layers whose hidden states are set aside in it.
+        """
+        check_taps(taps, self.layers, self.name)
+        hidden = Hidden(taps, self.hidden_size)
         if self.config._attn_implementation == attention.NAME:
-            return HFCache(self.config, attention.visible_keys)
-        return HFCache(self.config)
+            return HFCache(self.config, attention.visible_keys, hidden)
+        return HFCache(self.config, hidden=hidden)
+
+    def make_head(self, module: EagleModule | MedusaModule) -> TorchHead | TorchMedusa:
+        """A draft head on this model's hidden states."""
+        if isinstance(module, MedusaModule):
+            return TorchMedusa(module)
+        embed = self.module.get_input_embeddings()
+
+        def rows(tokens: Sequence[int]) -> Float[Tensor, "n d"]:
+            ids = torch.tensor(tokens, device=self.device)
+            found: Tensor = embed(ids).float().cpu()
+            return found
+
+        return TorchHead(module, rows)
+
+    def some_layers(self, layers: Sequence[int]) -> HFModel:
+        """Some layers alone, in the same caches."""
+        from outrider.models.hf_layers import SomeLayers  # which is built on this module
+
+        return SomeLayers(self, layers)
 
     def prefill(
         self, cache: HFCache, tokens: Sequence[int], progress: Progress | None = None
@@ -157,7 +231,8 @@ class HFModel:
     def _forward(
         self, cache: HFCache, ids: Sequence[int], wanted: int, tree: Proposal | None = None
     ) -> Float[Tensor, "wanted V"]:
-        with _evaluating(self.module):
+        beside = nullcontext() if self._live is None else self._live.beside()
+        with _evaluating(self.module), beside:
             if self._continues or not cache.length:
                 return self._pass(cache, ids, wanted, tree)
             return torch.cat([self._pass(cache, [token], 1) for token in ids])[-wanted:]
@@ -185,7 +260,11 @@ class HFModel:
             inputs["position_ids"] = positions[None]
         if self._trims_logits:
             inputs["logits_to_keep"] = min(n, -(-(wanted + pad) // step) * step)
-        logits: Tensor = self.module(**inputs).logits[0]
+        with _tapping(self.module, cache.hidden.taps) as found:
+            logits: Tensor = self.module(**inputs).logits[0]
+        if found:
+            rows = torch.cat([found[tap][0, : len(ids)].float().cpu() for tap in found], dim=-1)
+            cache.hidden.put(cache.length, rows)
         if pad:
             cache.layers.crop(-pad)
         cache.fed(len(ids))
@@ -235,6 +314,27 @@ def _looks_ahead(module: Any) -> bool:
     return not torch.equal(one, other)
 
 
+@contextmanager
+def _tapping(module: Any, taps: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+    """What some layers hand on during a pass, by layer and in the order of ``taps``."""
+    found: dict[int, Tensor] = dict.fromkeys(taps, torch.empty(0))
+    hooks = []
+
+    def keep(tap: int) -> Any:
+        def hook(_layer: Any, _inputs: Any, out: Any) -> None:
+            found[tap] = out[0] if isinstance(out, tuple) else out
+
+        return hook
+
+    try:
+        layers = module.get_decoder().layers if found else []
+        hooks = [layers[tap].register_forward_hook(keep(tap)) for tap in found]
+        yield found
+    finally:
+        for made in hooks:
+            made.remove()
+
+
 def _can_switch_attention(module: Any) -> bool:
     config = module.config.get_text_config(decoder=True)
     return (
@@ -257,7 +357,7 @@ def default_device() -> str:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """transformers writes progress bars and advice to the terminal that the caller draws on."""
     log = transformers.utils.logging
     verbosity, bars = log.get_verbosity(), log.is_progress_bar_enabled()
@@ -297,14 +397,16 @@ def load(
     NotEnoughMemoryError
         When the weights do not fit; raised before they are read.
 
-    No code of a model repository is run, and no pickled weights are loaded.
+    An adapter is merged into the weights. No code of a model repository is run, and no pickled
+    weights are loaded.
     """
     device = device or default_device()
     dtype = dtype or default_dtype(device)
+    adapter = None if located.adapter is None else read_adapter(located.adapter)
     if device == "cpu":
         memory.check_weights(_cheapest(located, dtype), dtype)
     try:
-        with _quiet():
+        with quiet():
             if located.kind == "gguf":
                 assert located.path is not None
                 module, words = _from_gguf(located.path, dtype)
@@ -313,7 +415,7 @@ def load(
     except (torch.OutOfMemoryError, OutriderError):
         raise
     except Exception as error:  # transformers raises whatever its many loaders meet
-        reason = _reason(error)
+        reason = first_line(error)
         if located.kind == "hub" and isinstance(error, OSError):
             raise ModelNotFoundError(
                 f"The hub repository '{located.repo}' could not be read: {reason}",
@@ -325,13 +427,15 @@ def load(
         ) from error
     if located.kind == "gguf" and located.path is not None:
         _keep_unpacked(module, words, _unpacked_folder(located.path, dtype))
+    if adapter is not None:
+        merge_into(module, adapter)
     try:
         module = module.to(device)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # each kind of device has its own way to be missing
         raise ModelError(
-            f"'{located.name}' could not be moved to the device '{device}': {_reason(error)}",
+            f"'{located.name}' could not be moved to the device '{device}': {first_line(error)}",
             hint="Choose another --device.",
         ) from error
     tokenizer = HFTokenizer(words, eos_token_ids(module))
@@ -341,10 +445,10 @@ def load(
 
 def _from_pretrained(source: str | Path, dtype: torch.dtype) -> tuple[Any, Any]:
     module = _whole_module(source, dtype=dtype, use_safetensors=True)
-    return module, _words(source, source)
+    return module, load_words(source, source)
 
 
-def _words(where: str | Path, source: str | Path, **options: Any) -> Any:
+def load_words(where: str | Path, source: str | Path, **options: Any) -> Any:
     """A tokenizer that transformers did not have to make up."""
     try:
         words = transformers.AutoTokenizer.from_pretrained(
@@ -354,14 +458,14 @@ def _words(where: str | Path, source: str | Path, **options: Any) -> Any:
             raise ValueError("it has no words.")
     except Exception as error:  # each kind of tokenizer has its own ways to fail
         raise ModelFileError(
-            f"The tokenizer files of '{where}' are missing or broken: {_reason(error)}",
+            f"The tokenizer files of '{where}' are missing or broken: {first_line(error)}",
             hint="Copy tokenizer.json and tokenizer_config.json beside the weights, or fetch the "
             "model again.",
         ) from error
     return words
 
 
-def _reason(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     """The first line of what some library says."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
@@ -396,7 +500,7 @@ def _from_gguf(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
         dtype=dtype,
         quantization_config=transformers.GgufConfig(dequantize=True),
     )
-    return module, _words(path, path.parent, gguf_file=path.name)
+    return module, load_words(path, path.parent, gguf_file=path.name)
 
 
 def _keep_unpacked(module: Any, words: Any, unpacked: Path) -> None:
@@ -408,7 +512,7 @@ def _keep_unpacked(module: Any, words: Any, unpacked: Path) -> None:
         unpacked.parent.mkdir(parents=True, exist_ok=True)
         if shutil.disk_usage(unpacked.parent).free <= 4 * size_bytes:
             return
-        with _quiet(), tempfile.TemporaryDirectory(dir=unpacked.parent, prefix=".part-") as part:
+        with quiet(), tempfile.TemporaryDirectory(dir=unpacked.parent, prefix=".part-") as part:
             module.save_pretrained(part)
             words.save_pretrained(part)
             # Renamed in one step, so that a folder with this name is always whole; a second
@@ -419,7 +523,7 @@ def _keep_unpacked(module: Any, words: Any, unpacked: Path) -> None:
     except (OSError, SafetensorError) as error:
         warnings.warn(
             f"The unpacked model could not be kept in '{unpacked.parent}', so it is unpacked each "
-            f"time: {_reason(error).rstrip('.')}. Set OUTRIDER_CACHE to a folder that can be "
+            f"time: {first_line(error).rstrip('.')}. Set OUTRIDER_CACHE to a folder that can be "
             "written to.",
             stacklevel=2,
         )

@@ -18,6 +18,7 @@ from transformers.cache_utils import (
 )
 
 from outrider.errors import RollbackError
+from outrider.models.hidden import Hidden
 from outrider.protocols import Rollback
 
 __all__ = ["GrowingLayer", "HFCache", "continues_from_state", "rollback_of"]
@@ -161,6 +162,8 @@ class HFCache:
         Configuration of the model, which decides the kind of each layer.
     visible
         See ``GrowingLayer``.
+    hidden
+        Where hidden states go that a drafter asked for.
 
     Raises
     ------
@@ -169,8 +172,12 @@ class HFCache:
     """
 
     def __init__(
-        self, config: PreTrainedConfig, visible: Callable[[int], int] = lambda length: length
+        self,
+        config: PreTrainedConfig,
+        visible: Callable[[int], int] = lambda length: length,
+        hidden: Hidden | None = None,
     ) -> None:
+        self.hidden = hidden or Hidden((), 0)
         self._config = config
         self._visible = visible
         self._clear()
@@ -218,6 +225,8 @@ class HFCache:
             for layer in self.layers.layers:
                 if isinstance(layer, GrowingLayer):
                     layer.compact(base, path)
+            for step, node in enumerate(path):
+                self.hidden.move(base + node, base + step)
         self.rollback(base + len(path))
 
     def shown(self, length: int) -> int:

@@ -35,6 +35,8 @@ class Located:
         The hub repository.
     options
         A toy model's ``key=value`` pairs.
+    adapter
+        The folder of a LoRA adapter that belongs on its weights.
     """
 
     kind: Literal["toy", "gguf", "folder", "hub"]
@@ -42,6 +44,7 @@ class Located:
     path: Path | None = None
     repo: str | None = None
     options: dict[str, str] = field(default_factory=dict)
+    adapter: Path | None = None
 
 
 def is_present(target: str) -> bool:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 
@@ -15,7 +16,15 @@ import torch
 from outrider.errors import ModelFileError, NotEnoughMemoryError
 from outrider.models.locate import Located
 
-__all__ = ["Facts", "available_bytes", "check_weights", "facts"]
+__all__ = [
+    "Facts",
+    "available_bytes",
+    "check_bytes",
+    "check_weights",
+    "facts",
+    "free_bytes",
+    "weight_files",
+]
 
 _OVERHEAD = 1.2
 """Activations, caches and what loading itself takes, as a factor on the weights."""
@@ -43,7 +52,8 @@ class Facts:
 
     def weights_bytes(self, dtype: torch.dtype) -> int:
         """Memory for the weights in a dtype."""
-        return self.parameters * dtype.itemsize
+        # 8-bit weights come with a scale and a sum of 16 bits for every 64.
+        return self.parameters * (17 if dtype is torch.int8 else 16 * dtype.itemsize) // 16
 
     def cache_bytes_per_token(self, dtype: torch.dtype) -> int | None:
         """Memory for one token's keys and values."""
@@ -63,13 +73,22 @@ def facts(located: Located) -> Facts | None:
     if located.path is None:
         return None
     try:
-        if located.kind == "gguf":
-            return _gguf_facts(located.path)
-        return _folder_facts(located.path)
+        files = [located.path, *(located.path.iterdir() if located.path.is_dir() else [])]
+        times = tuple(file.stat().st_mtime_ns for file in files)
+    except OSError:
+        times = ()  # the reader will say what is wrong
+    return _facts_at(located.kind, located.path, times)
+
+
+@lru_cache(maxsize=16)
+def _facts_at(kind: str, path: Path, times: tuple[int, ...]) -> Facts:
+    """Reading a large vocabulary's header takes seconds, so it is done once for a file's state."""
+    try:
+        return _gguf_facts(path) if kind == "gguf" else _folder_facts(path)
     except Exception as error:  # each reader has its own ways to fail on a broken file
         reason = str(error) or type(error).__name__
         raise ModelFileError(
-            f"'{located.path}' cannot be read as a model: {reason.rstrip('.')}.",
+            f"'{path}' cannot be read as a model: {reason.rstrip('.')}.",
             hint="The file is broken or was only partly copied; fetch it again.",
         ) from error
 
@@ -88,17 +107,30 @@ def available_bytes() -> int:
     return free
 
 
-def check_weights(located: Located, dtype: torch.dtype) -> None:
+def free_bytes(device: str | torch.device) -> int:
+    """Memory that can still be taken on a device: a GPU's own, else the machine's."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return available_bytes()
+    free, _ = torch.cuda.mem_get_info(device)
+    # What torch holds and nobody uses is given out again.
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def check_weights(located: Located, dtype: torch.dtype, device: str = "cpu") -> None:
     """Raise ``NotEnoughMemoryError`` when a model's weights would not fit into memory."""
     found = facts(located)
-    if found is None:
-        return
-    needed, free = found.weights_bytes(dtype) * _OVERHEAD, available_bytes()
+    if found is not None:
+        what = f"{found.parameters / 1e6:,.0f} million weights in {str(dtype)[len('torch.') :]}"
+        check_bytes(found.weights_bytes(dtype), located.name, f" for {what}", device)
+
+
+def check_bytes(weights_bytes: int, name: str, why: str = "", device: str = "cpu") -> None:
+    """Raise ``NotEnoughMemoryError`` when so many bytes of weights would not fit."""
+    needed, free = weights_bytes * _OVERHEAD, free_bytes(device)
     if needed > free:
         raise NotEnoughMemoryError(
-            f"'{located.name}' needs about {needed / 1e9:.1f} GB for {found.parameters / 1e6:,.0f} "
-            f"million weights in {str(dtype).removeprefix('torch.')}; {free / 1e9:.1f} GB are "
-            "free.",
+            f"'{name}' needs about {needed / 1e9:.1f} GB{why}; {free / 1e9:.1f} GB are free.",
             hint="Close other programs, choose a smaller model, or a narrower --dtype.",
         )
 
@@ -145,7 +177,7 @@ def _folder_facts(path: Path) -> Facts:
         raise ValueError(f"config.json holds no object but {str(config)[:40]!r}")
     config = config.get("text_config", config)
     parameters, kinds = 0, []
-    files = _weight_files(path)
+    files = weight_files(path)
     for file in files:
         with _named(file), safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - the handle is no mapping
@@ -176,8 +208,9 @@ def _named(file: Path) -> Iterator[None]:
         raise ValueError(f"{file.name}: {error}") from error
 
 
-def _weight_files(path: Path) -> list[Path]:
-    """What transformers would load; a second copy in another layout must not count twice."""
+def weight_files(path: Path) -> list[Path]:
+    """The files of a folder's weights, as transformers would load them: a second copy in another
+    layout must not count twice."""
     whole, index = path / "model.safetensors", path / "model.safetensors.index.json"
     if whole.is_file() or not index.is_file():
         return [whole]

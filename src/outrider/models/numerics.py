@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from outrider.core.proposal import Proposal
+from outrider.core.proposal import ROOT, Proposal
 from outrider.errors import NumericalError
 from outrider.protocols import Model
 
@@ -61,11 +61,14 @@ class Numbers:
         Largest absolute difference of two logits that should be equal.
     comparisons
         Number of rows compared.
+    same_in_trees
+        Whether a path of a tree gave the same bits too; ``None`` for a model of chains.
     """
 
     same_bits: bool
     largest_difference: float
     comparisons: int
+    same_in_trees: bool | None = None
 
 
 def check_numbers(
@@ -121,4 +124,24 @@ def check_numbers(
             # Where both are minus infinity, their difference is no number.
             worst = max(worst, float((block - alone[: width + 1]).abs().nan_to_num(0.0).max()))
             compared += width + 1
-    return Numbers(same, worst, compared)
+    return Numbers(same, worst, compared, _tree_check(model, tokens, half, alone))
+
+
+def _tree_check(
+    model: Model, tokens: Sequence[int], half: int, alone: Float[Tensor, "rows V"]
+) -> bool | None:
+    """Every token with a sibling before it that the path leaves aside."""
+    if not model.trees:
+        return None
+    path, others = tokens[half + 1 : half + len(alone)][:7], []
+    parents, last = [], ROOT
+    for token in path:
+        others += [(token + 1) % model.vocab_size, token]
+        parents += [last, last]
+        last = len(parents) - 1
+    proposal = Proposal(tuple(others), tuple(parents), (None,) * len(others))
+    cache = model.new_cache(len(tokens) + len(others))
+    model.prefill(cache, tokens[:half], None)
+    rows = model.score(cache, tokens[half : half + 1], proposal)
+    on_path = [0, *range(2, len(others) + 1, 2)]
+    return torch.equal(rows[on_path], alone[: len(path) + 1])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import reprlib
 import string
 import sys
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outrider.errors import PromptError, UsageError
@@ -26,6 +28,14 @@ _INCOMPLETE = "\ufffd"
 _WINDOW = 3
 
 _Utf8 = getincrementaldecoder("utf-8")
+
+# Bytes that Latin-1 shows are spelled by themselves, the others by the letters from 256 on.
+# Source: Radford et al. 2019 (GPT-2), `bytes_to_unicode` in their encoder.
+_SHOWN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_HIDDEN = [byte for byte in range(256) if byte not in _SHOWN]
+_BYTE_LEVEL = {chr(byte): byte for byte in _SHOWN} | {
+    chr(256 + n): byte for n, byte in enumerate(_HIDDEN)
+}
 
 
 class TextStream:
@@ -158,10 +168,30 @@ class HFTokenizer:
         spelled = {ids.get(f"<0x{value:02X}>", -1): value for value in range(256)}
         self._byte_values = {} if -1 in spelled else spelled
 
+    def save(self, folder: Path) -> None:
+        """Write its files as transformers reads them."""
+        self._tokenizer.save_pretrained(folder)
+
     @property
     def has_chat_template(self) -> bool:
         """Whether messages can be turned into a prompt."""
         return bool(self._tokenizer.chat_template)
+
+    @property
+    def chat_template(self) -> str:
+        """Its text; empty where there is none, JSON where there are several by name."""
+        template = self._tokenizer.chat_template or ""
+        return template if isinstance(template, str) else json.dumps(template, sort_keys=True)
+
+    @property
+    def spelling(self) -> str:
+        """All that decides which ids a text has, as JSON: vocabulary, merges, normalizer, ..."""
+        if (backend := getattr(self._tokenizer, "backend_tokenizer", None)) is None:
+            return json.dumps([type(self._tokenizer).__name__, self.vocabulary])
+        parts = json.loads(backend.to_str())
+        for passing in ("truncation", "padding"):  # settings of the moment
+            parts.pop(passing, None)
+        return json.dumps(parts, sort_keys=True)
 
     @property
     def vocab_size(self) -> int:
@@ -249,6 +279,48 @@ class HFTokenizer:
         """A fresh decoder for ids that arrive one at a time."""
         return TextStream(self._text, silent=self._silent, byte_values=self._byte_values)
 
+    def pieces(self) -> list[bytes | None]:
+        """What each id adds in the middle of a text, in UTF-8, be it a part of a character.
+
+        ``None`` for special tokens and for ids that nothing uses.
+        """
+        added = self._tokenizer.added_tokens_decoder
+        none = self._silent | self._eos
+        plain = [i for i in range(self.vocab_size) if i not in added and i not in none]
+        # Decoding every id by itself takes seconds for a large vocabulary, reading its spelling
+        # a moment. Which spelling it is shows on a few hundred tokens.
+        sample = plain[:: 1 + len(plain) // 256]
+        for read in (self._read_byte_level, self._read_marked, self._read_decoded):
+            try:
+                spelled = dict(zip(plain, map(read, plain), strict=True))
+            except KeyError:
+                continue
+            if read == self._read_decoded or all(
+                _is_part(spelled[i]) or spelled[i].decode() == self.token_text(i) for i in sample
+            ):
+                break
+        spelled |= {i: token.content.encode() for i, token in added.items() if i not in none}
+        return [spelled.get(i) for i in range(self.vocab_size)]
+
+    def special_tokens(self) -> dict[str, int]:
+        """Tokens that mark places in a text and leave none in it, by name."""
+        ids = sorted(self._silent | self._eos)
+        names = {i: self.vocabulary[i] for i in ids if 0 <= i < self.vocab_size}
+        return {name: i for i, name in names.items() if name}
+
+    def _read_byte_level(self, token_id: int) -> bytes:
+        """GPT-2's spelling: a visible character for each byte."""
+        return bytes(_BYTE_LEVEL[letter] for letter in self.vocabulary[token_id])
+
+    def _read_marked(self, token_id: int) -> bytes:
+        """SentencePiece's spelling: a mark for spaces, and perhaps tokens for single bytes."""
+        if token_id in self._byte_values:
+            return bytes([self._byte_values[token_id]])
+        return self.vocabulary[token_id].replace("▁", " ").encode()
+
+    def _read_decoded(self, token_id: int) -> bytes:
+        return self.token_text(token_id).encode()
+
     def _text(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         text: str = self._tokenizer.decode(
             list(ids),
@@ -267,6 +339,9 @@ class ToyTokenizer:
         Number of tokens.
     eos_token_ids
         Tokens that end an output; they leave no letter in a text.
+    pairs
+        So many tokens, the first ones, stand for two letters each: ab, bc, and so on. Letters then
+        have other ids than without, and a text several spellings.
 
     Raises
     ------
@@ -280,11 +355,15 @@ class ToyTokenizer:
     ([2, 0, 1], 'cab')
     """
 
-    def __init__(self, vocab_size: int, eos_token_ids: Iterable[int] = ()) -> None:
+    def __init__(
+        self, vocab_size: int, eos_token_ids: Iterable[int] = (), *, pairs: int = 0
+    ) -> None:
         letters = chain(
             string.ascii_letters, filter(str.isalpha, map(chr, range(0xC0, sys.maxunicode + 1)))
         )
-        self.vocabulary: list[str] = list(islice(letters, max(vocab_size, 0)))
+        singles = list(islice(letters, max(vocab_size, 2)))
+        neighbours = map("".join, islice(pairwise(singles), max(0, min(pairs, vocab_size - 1))))
+        self.vocabulary: list[str] = [*neighbours, *singles][: max(vocab_size, 0)]
         """The letters, by id."""
         if not 1 <= vocab_size <= len(self.vocabulary):
             raise UsageError(
@@ -316,13 +395,18 @@ class ToyTokenizer:
         """
         if not text:
             raise PromptError("The prompt is empty.", hint="Give at least one letter.")
-        unknown = next((letter for letter in text if letter not in self._ids), None)
-        if unknown is not None:
-            raise PromptError(
-                f"The character {unknown!r} is not in the vocabulary of this toy model.",
-                hint=f"Use letters from {self.vocabulary[0]!r} to {self.vocabulary[-1]!r}.",
-            )
-        return [self._ids[letter] for letter in text]
+        ids: list[int] = []
+        at = 0
+        while at < len(text):
+            word = text[at : at + 2] if text[at : at + 2] in self._ids else text[at]
+            if word not in self._ids:
+                raise PromptError(
+                    f"The character {word!r} is not in the vocabulary of this toy model.",
+                    hint=f"Use letters from {self.vocabulary[0]!r} to {self.vocabulary[-1]!r}.",
+                )
+            ids.append(self._ids[word])
+            at += len(word)
+        return ids
 
     def encode_messages(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Never: a toy model answers no messages.
@@ -348,6 +432,14 @@ class ToyTokenizer:
     def stream(self) -> TextStream:
         """A fresh decoder for ids that arrive one at a time."""
         return TextStream(self.decode, silent=self._eos)
+
+    def pieces(self) -> list[bytes | None]:
+        """What each id adds to a text; ``None`` for end tokens."""
+        return [None if i in self._eos else word.encode() for i, word in enumerate(self.vocabulary)]
+
+    def special_tokens(self) -> dict[str, int]:
+        """The end tokens, by letter."""
+        return {word: i for i, word in enumerate(self.vocabulary) if i in self._eos}
 
 
 _PROBES = (
@@ -424,6 +516,15 @@ def _encoded(tokenizer: Tokenizer, text: str) -> list[int]:
         return tokenizer.encode(text)
     except PromptError:
         return []
+
+
+def _is_part(piece: bytes) -> bool:
+    """Whether bytes begin or end within a character."""
+    try:
+        piece.decode()
+    except UnicodeDecodeError:
+        return True
+    return False
 
 
 def _check_unicode(text: str) -> None:

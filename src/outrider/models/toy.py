@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,21 +14,42 @@ from torch import Tensor
 
 from outrider.core.proposal import ROOT, Proposal
 from outrider.errors import UnknownNameError, UsageError
+from outrider.models.hidden import check_taps
+from outrider.models.layers import check_layers
 from outrider.models.locate import Located
 from outrider.models.tokenizer import ToyTokenizer
 from outrider.protocols import Progress, Rollback
 from outrider.registry import did_you_mean
 
-__all__ = ["ToyCache", "ToyModel", "load"]
+__all__ = ["ToyCache", "ToyHead", "ToyMedusa", "ToyModel", "load"]
 
 NextToken = Callable[[tuple[int, ...]], Float64[np.ndarray, " V"]]
+
+
+class _ToyHidden:
+    """A toy's hidden states: the logarithms of the laws after each token, once for each tap."""
+
+    def __init__(self, cache: ToyCache, taps: tuple[int, ...], after: NextToken | None) -> None:
+        self.taps = taps
+        self._cache = cache
+        self._after = after
+
+    def first(self, length: int) -> Float64[Tensor, "length widths"]:
+        """Of the first tokens."""
+        assert self._after is not None
+        tokens = tuple(self._cache.tokens)
+        rows = [np.log(self._after(tokens[: i + 1]) + 1e-9) for i in range(length)]
+        return torch.from_numpy(np.stack(rows)).repeat(1, len(self.taps))
 
 
 class ToyCache:
     """The tokens themselves. The nodes of the last pass lie behind ``length`` until kept."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(
+        self, capacity: int, taps: tuple[int, ...] = (), after: NextToken | None = None
+    ) -> None:
         self.capacity = capacity
+        self.hidden: Any = _ToyHidden(self, taps, after)
         self.tokens: list[int] = []
         self.nodes: tuple[int, ...] = ()
 
@@ -100,6 +122,7 @@ class ToyModel(ContextModel):
     """
 
     trees = True
+    layers = 1
 
     def __init__(
         self,
@@ -112,6 +135,7 @@ class ToyModel(ContextModel):
         self.name = name
         self.vocab_size = vocab_size
         self.context_length = context_length
+        self.hidden_size = vocab_size
         self._probabilities = probabilities
 
     @classmethod
@@ -140,6 +164,36 @@ class ToyModel(ContextModel):
 
         return cls(probabilities, vocab_size, context_length=context_length, name=f"toy-{seed}")
 
+    def new_cache(self, capacity: int, taps: tuple[int, ...] = ()) -> ToyCache:
+        """An empty cache."""
+        check_taps(taps, self.layers, self.name)
+        return ToyCache(capacity, taps, self.next)
+
+    def make_head(self, located: Located) -> ToyHead | ToyMedusa:
+        """A head of random weights: ``toy:seed=3``, and ``vocab=2`` for a trimmed vocabulary.
+
+        ``heads=3``: so many that predict side by side.
+        """
+        values = [str(located.options.get(n, "0")) for n in ("seed", "vocab", "heads")]
+        if not all(value.isdecimal() for value in values):
+            raise UsageError(
+                f"A toy head's options are whole numbers of 0 or more; got {located.options}.",
+                hint="Example: eagle:toy:seed=3,vocab=2",
+            )
+        seed, vocab, count = map(int, values)
+        vocab = min(vocab or self.vocab_size, self.vocab_size)
+        return ToyMedusa(self, seed, vocab, count) if count else ToyHead(self, seed, vocab)
+
+    def some_layers(self, layers: Sequence[int]) -> ToyModel:
+        """A toy has no layers to leave out: half its own law and half a random one stand in."""
+        check_layers(layers, self.layers, self.name)
+        other = ToyModel.random(self.vocab_size, seed=97)
+
+        def mixed(tokens: tuple[int, ...]) -> Float64[np.ndarray, " V"]:
+            return np.asarray((self.next(tokens) + other.next(tokens)) / 2)
+
+        return ToyModel(mixed, self.vocab_size, context_length=self.context_length, name=self.name)
+
     def next(self, tokens: Sequence[int]) -> Float64[np.ndarray, " V"]:
         """The law of the token after ``tokens``."""
         return np.asarray(self._probabilities(tuple(tokens)), dtype=np.float64)
@@ -153,10 +207,90 @@ class ToyModel(ContextModel):
             return torch.from_numpy(np.log(np.stack(laws)))
 
 
+class ToyHead:
+    """A head of random weights: state' = tanh(A state + B token), logits = 2 C state'.
+
+    Parameters
+    ----------
+    target
+        The toy whose hidden states it reads.
+    seed
+        Of its weights.
+    vocab
+        Tokens that it can propose: the first ones.
+    """
+
+    def __init__(self, target: ToyModel, seed: int, vocab: int) -> None:
+        self.taps = (0,)
+        self.ids = torch.arange(vocab)
+        chance = torch.Generator().manual_seed(seed)
+        V = target.vocab_size
+        self._a, self._b, self._c = (
+            torch.randn(n, V, generator=chance, dtype=torch.float64) for n in (V, V, vocab)
+        )
+
+    def new_cache(self, capacity: int) -> ToyCache:
+        """An empty cache."""
+        return ToyCache(capacity)
+
+    def feed(
+        self, cache: ToyCache, tokens: Sequence[int], hidden: Float64[Tensor, "n d"]
+    ) -> tuple[Float64[Tensor, " Vd"], Float64[Tensor, " d"]]:
+        """Committed tokens, with the target's hidden states."""
+        cache.tokens.extend(tokens)
+        logits, states = self._step(tokens[-1:], hidden[-1:])
+        return logits[0], states[0]
+
+    def grow(
+        self, cache: ToyCache, tree: Proposal, nodes: range, states: Float64[Tensor, "n d"]
+    ) -> tuple[Float64[Tensor, "n Vd"], Float64[Tensor, "n d"]]:
+        """Some nodes of a tree, with their parents' states."""
+        return self._step([tree.tokens[node] for node in nodes], states)
+
+    def _step(
+        self, tokens: Sequence[int], states: Float64[Tensor, "n d"]
+    ) -> tuple[Float64[Tensor, "n Vd"], Float64[Tensor, "n d"]]:
+        after = torch.tanh(states @ self._a.T + self._b[list(tokens)])
+        return 2 * after @ self._c.T, after
+
+
+class ToyMedusa:
+    """Heads of random weights side by side: logits = 2 C_j tanh(A_j state).
+
+    Parameters
+    ----------
+    target
+        The toy whose hidden states they read.
+    seed
+        Of their weights.
+    vocab
+        Tokens that they can propose: the first ones.
+    count
+        Heads.
+    """
+
+    def __init__(self, target: ToyModel, seed: int, vocab: int, count: int) -> None:
+        self.taps = (0,)
+        self.ids = torch.arange(vocab)
+        self.count = count
+        chance = torch.Generator().manual_seed(seed)
+        V = target.vocab_size
+        self._a, self._c = (
+            torch.randn(count, n, V, generator=chance, dtype=torch.float64) for n in (V, vocab)
+        )
+
+    def predict(self, hidden: Float64[Tensor, " d"]) -> Float64[Tensor, "count Vd"]:
+        """One row for each head."""
+        states = torch.tanh(self._a @ hidden)
+        return 2 * (self._c @ states[..., None])[..., 0]
+
+
 def load(
     located: Located, *, dtype: torch.dtype | None = None, device: str | None = None
 ) -> tuple[ToyModel, ToyTokenizer]:
-    """The runtime's entry: ``toy:vocab=5,seed=1,order=2,sharpness=1.5,context=4096``.
+    """The runtime's entry: ``toy:vocab=5,seed=1,order=2,sharpness=1.5,context=4096,pairs=0``.
+
+    ``pairs``: so many tokens stand for two letters each; see ``ToyTokenizer``.
 
     Raises
     ------
@@ -164,10 +298,10 @@ def load(
         When an option is unknown, not a number or too small.
     """
     least: dict[str, float] = {
-        "vocab": 1, "seed": 0, "order": 0, "context": 1, "sharpness": -math.inf
+        "vocab": 1, "seed": 0, "order": 0, "context": 1, "pairs": 0, "sharpness": -math.inf
     }  # fmt: skip
     defaults: dict[str, float] = {
-        "vocab": 5, "seed": 0, "order": 2, "context": 4096, "sharpness": 1.5
+        "vocab": 5, "seed": 0, "order": 2, "context": 4096, "pairs": 0, "sharpness": 1.5
     }  # fmt: skip
     for name in located.options:
         if name not in defaults:
@@ -193,4 +327,4 @@ def load(
         sharpness=values["sharpness"],
         context_length=whole["context"],
     )
-    return model, ToyTokenizer(model.vocab_size)
+    return model, ToyTokenizer(model.vocab_size, pairs=whole["pairs"])

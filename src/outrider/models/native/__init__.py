@@ -1,0 +1,1 @@
+"""The ``native`` runtime: Llama-shaped models at memory speed, the same bits in any company."""

@@ -1,0 +1,641 @@
+"""The steps of a pass, compiled: each is run by all threads of a team, which then wait for all.
+
+A step is a function of (arguments, thread, threads). ``arguments`` is the address of a list of
+64-bit integers: first the frame's, which says what this pass feeds, then the step's own buffers
+and sizes. Whatever a step computes for a row depends on that row alone and is done in the same
+order whatever the other rows are, so a row's numbers are the same bits in any company.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import carray, cfunc, float32, int32, int64, njit, types, uint8
+
+from outrider.models.native.vector import (
+    BLOCK,
+    GROUPS,
+    KEYS,
+    LANES,
+    QUADS,
+    ROWS,
+    bits_to_float,
+    call_barrier,
+    call_count,
+    call_step,
+    float_tile,
+    float_to_bits,
+    integer_tile,
+    next_ticket,
+    pointer,
+    put_half,
+    pv,
+    qk,
+)
+
+__all__ = ["FRAME", "LINEAR", "MAX_ROWS", "Frame", "drive", "kernel"]
+
+MAX_ROWS = 64
+"""Rows that one pass can feed."""
+TOGETHER = 2
+"""Queries of one key head that attention takes at a time: as many as there are registers for."""
+_PORTION = 8
+
+
+class Frame(NamedTuple):
+    """Places in the list of integers that says what a pass feeds."""
+
+    rows: int = 0
+    first: int = 1
+    """The first row whose logits are wanted."""
+    logits: int = 2
+    """Where they go."""
+    counters: int = 3
+    """One for each step: tickets for its work."""
+    cosines: int = 4
+    """f32 [rows, rotated / 2] at this address."""
+    sines: int = 5
+    scores: int = 6
+    """f32 [rows, heads, keys] at this address."""
+    keys: int = 7
+    """Keys that there is room for in it."""
+    table: int = 8
+    """For each row: the address of its sequence's list of cache blocks."""
+    base: int = 8 + MAX_ROWS
+    """For each row: keys that it sees from the sequence's start."""
+    slot: int = 8 + 2 * MAX_ROWS
+    """For each row: where its own key goes."""
+    nodes: int = 8 + 3 * MAX_ROWS
+    """For each row: how many keys it sees beyond those."""
+    path: int = 8 + 4 * MAX_ROWS
+    """For each row: their slots, MAX_ROWS places a row."""
+    size: int = 8 + (4 + MAX_ROWS) * MAX_ROWS
+
+
+FRAME = Frame()
+
+_int64_at, _float_at, _int_at = (pointer(kind) for kind in (int64, float32, int32))
+_FAST = {"reassoc", "contract", "nsz"}
+"""For sums over one row: their order is the compiler's, and the same for every row."""
+
+
+@njit(inline="always")
+def _ints(address: Any, n: Any) -> Any:
+    return carray(_int64_at(address), n)
+
+
+@njit(inline="always")
+def _floats(address: Any, n: Any) -> Any:
+    return carray(_float_at(address), n)
+
+
+@njit(inline="always")
+def _words(address: Any, n: Any) -> Any:
+    return carray(_int_at(address), n)
+
+
+class Kernel:
+    """A step that is compiled when its address is first asked for, or read from numba's cache."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+
+    @cached_property
+    def address(self) -> int:
+        """Where its machine code is."""
+        signature = types.void(int64, int64, int64)
+        compiled = cfunc(signature, cache=True, error_model="numpy")(self._function)
+        # Kept, or the code would be freed.
+        self._compiled = compiled
+        found: int = compiled.address
+        return found
+
+
+kernel = Kernel
+
+
+# ---- elementwise pieces --------------------------------------------------------------------------
+
+
+@njit(inline="always")
+def _exp(x: Any) -> Any:
+    """e^x for x <= 88 to about two units in the last place; the same bits in any loop.
+
+    2^n e^r with |r| <= ln 2 / 2, and a polynomial of degree 6 for e^r (Cephes' expf).
+    """
+    x = max(x, float32(-87.0))
+    n = np.floor(x * float32(1.44269504) + float32(0.5))
+    r = x - n * float32(0.693359375)
+    r = r - n * float32(-2.12194440e-4)
+    p = float32(1.9875691500e-4)
+    p = p * r + float32(1.3981999507e-3)
+    p = p * r + float32(8.3334519073e-3)
+    p = p * r + float32(4.1665795894e-2)
+    p = p * r + float32(1.6666665459e-1)
+    p = p * r + float32(5.0000001201e-1)
+    p = p * r * r + r + float32(1.0)
+    return p * bits_to_float(int32((int32(n) + int32(127)) << int32(23)))
+
+
+@njit(fastmath=_FAST)
+def _sum_of_squares(x: Any) -> Any:
+    total = float32(0.0)
+    for i in range(len(x)):
+        total += x[i] * x[i]
+    return total
+
+
+@njit(fastmath=_FAST)
+def _sum(x: Any) -> Any:
+    total = float32(0.0)
+    for i in range(len(x)):
+        total += x[i]
+    return total
+
+
+@njit
+def _largest(x: Any) -> Any:
+    """max x, by bits turned into integers in the same order, which vectors compare."""
+    best = int32(-2147483648)
+    for i in range(len(x)):
+        bits = float_to_bits(x[i])
+        best = max(best, int32(bits ^ ((bits >> int32(31)) & int32(0x7FFFFFFF))))
+    return bits_to_float(int32(best ^ ((best >> int32(31)) & int32(0x7FFFFFFF))))
+
+
+@njit
+def _largest_size(x: Any) -> Any:
+    """max |x|, or NaN if there is one: as integers they are larger than any number."""
+    best = int32(0)
+    for i in range(len(x)):
+        best = max(best, int32(float_to_bits(x[i]) & int32(0x7FFFFFFF)))
+    return bits_to_float(best)
+
+
+# ---- a row made ready for a linear layer ---------------------------------------------------------
+
+
+@njit(inline="always")
+def _block_rows(rows: Any) -> Any:
+    """Rows of each block but the last: as even as can be, and at most ROWS."""
+    blocks = (rows + ROWS - 1) // ROWS
+    return (rows + blocks - 1) // blocks
+
+
+@njit
+def _hand_over(y: Any, row: Any, rows: Any, out: Any, scales: Any, quantized: Any) -> None:
+    """Write a row where the tiles of a linear layer expect it: next to its block-mates.
+
+    Rows go in blocks of at most ROWS; within one, u8 [quads, rows, 4] with a scale for each row
+    and QUADS quads, or f32 [inputs, rows].
+    """
+    width, size = len(y), _block_rows(rows)
+    start = row // size * size
+    mates, place = min(size, rows - start), row - start
+    if quantized == 0:
+        into = _floats(out + 4 * start * width, mates * width)
+        for i in range(width):
+            into[i * mates + place] = y[i]
+        return
+    parts = width // (4 * QUADS)
+    into_scales = _floats(scales + 4 * start * parts, mates * parts)
+    packed = np.empty(width, np.uint8)
+    for part in range(parts):
+        piece = y[4 * QUADS * part : 4 * QUADS * (part + 1)]
+        most = _largest_size(piece)
+        # A number that is none would vanish in a byte; in the scale it does not.
+        into_scales[part * mates + place] = most / float32(127.0)
+        inverse = float32(127.0) / most if most > float32(0.0) else float32(0.0)
+        for i in range(4 * QUADS):
+            # Adding 1.5 · 2^23 rounds to a whole number, ties to even, in the lowest bits.
+            bits = float_to_bits(piece[i] * inverse + float32(12582912.0))
+            packed[4 * QUADS * part + i] = uint8(bits + int32(128))
+    quads = packed.view(np.int32)
+    into_quads = _words(out + start * width, mates * width // 4)
+    for i in range(width // 4):
+        into_quads[i * mates + place] = quads[i]
+
+
+@kernel
+def norm(arguments: Any, thread: Any, threads: Any) -> None:
+    """RMS norm: y = x / sqrt(mean(x²) + eps) · w, for the rows from the wanted one on."""
+    a = _ints(arguments, 11)
+    frame = _ints(a[0], FRAME.size)
+    source, stride, weight_at, width, padded = a[1], a[2], a[3], a[4], a[5]
+    epsilon = _floats(a[6], 1)[0]
+    first = frame[FRAME.first] if a[10] else 0
+    rows = frame[FRAME.rows] - first
+    weight = _floats(weight_at, width)
+    for row in range(thread, rows, threads):
+        x = _floats(source + 4 * (first + row) * stride, width)
+        scale = float32(1.0) / np.sqrt(_sum_of_squares(x) / float32(width) + epsilon)
+        y = np.zeros(padded, np.float32)
+        for i in range(width):
+            y[i] = x[i] * scale * weight[i]
+        _hand_over(y, row, rows, a[7], a[8], a[9])
+
+
+@kernel
+def swiglu(arguments: Any, thread: Any, threads: Any) -> None:
+    """silu(gate) · up, with gate and up side by side in each row."""
+    a = _ints(arguments, 8)
+    rows = _ints(a[0], FRAME.size)[FRAME.rows]
+    stride, width, padded = a[2], a[3], a[4]
+    for row in range(thread, rows, threads):
+        gate = _floats(a[1] + 4 * row * stride, width)
+        up = _floats(a[1] + 4 * (row * stride + width), width)
+        y = np.zeros(padded, np.float32)
+        for i in range(width):
+            # Where the exponent would overflow, silu is zero to more than float32 holds.
+            y[i] = gate[i] / (float32(1.0) + _exp(min(-gate[i], float32(88.0)))) * up[i]
+        _hand_over(y, row, rows, a[5], a[6], a[7])
+
+
+@kernel
+def tap(arguments: Any, thread: Any, threads: Any) -> None:
+    """Copy the first numbers of each row to where they are kept."""
+    a = _ints(arguments, 6)
+    rows = _ints(a[0], FRAME.size)[FRAME.rows]
+    width = a[5]
+    for row in range(thread, rows, threads):
+        source = _floats(a[1] + 4 * row * a[2], width)
+        into = _floats(a[3] + 4 * row * a[4], width)
+        for i in range(width):
+            into[i] = source[i]
+
+
+# ---- linear layers -------------------------------------------------------------------------------
+
+
+def _compiled(function: Any, kind: str) -> Any:
+    """Under a name of its own: numba tells functions of one name apart by a number that is only
+    unique within a process, so steps that two processes compiled could take each other's."""
+    function.__name__ = function.__qualname__ = f"{function.__name__}_{kind}"
+    return njit(function)
+
+
+def _tile(kind: str) -> Any:
+    """The tile for a number of rows, chosen as the program runs."""
+    made = [
+        integer_tile(rows, GROUPS)
+        if kind == "int8"
+        else float_tile(rows, GROUPS, kind == "bfloat16")
+        for rows in range(1, ROWS + 1)
+    ]
+    t1, t2, t3, t4, t5, t6, t7, t8 = made
+
+    def tile(
+        rows: Any, x: Any, w: Any, n: Any, init: Any, scales: Any, bias: Any, row_scales: Any,
+        out: Any, stride: Any, add: Any,
+    ) -> None:  # fmt: skip
+        if rows == 1:
+            t1(x, w, n, init, scales, bias, row_scales, out, stride, add)
+        elif rows == 2:
+            t2(x, w, n, init, scales, bias, row_scales, out, stride, add)
+        elif rows == 3:
+            t3(x, w, n, init, scales, bias, row_scales, out, stride, add)
+        elif rows == 4:
+            t4(x, w, n, init, scales, bias, row_scales, out, stride, add)
+        elif rows == 5:
+            t5(x, w, n, init, scales, bias, row_scales, out, stride, add)
+        elif rows == 6:
+            t6(x, w, n, init, scales, bias, row_scales, out, stride, add)
+        elif rows == 7:
+            t7(x, w, n, init, scales, bias, row_scales, out, stride, add)
+        else:
+            t8(x, w, n, init, scales, bias, row_scales, out, stride, add)
+
+    return _compiled(tile, kind)
+
+
+def _linear(kind: str) -> Any:
+    """The work of a linear layer, for weights of a kind."""
+    tile = _tile(kind)
+    row_bytes, weight_bytes = {"int8": (1, 1), "bfloat16": (4, 2), "float32": (4, 4)}[kind]
+    together = 4 * QUADS if kind == "int8" else 1
+
+    def work(arguments: Any, threads: Any) -> None:
+        # Threads draw portions, since a machine that does something else besides would otherwise
+        # keep all of them waiting for the slowest.
+        a = _ints(arguments, 13)
+        frame = _ints(a[0], FRAME.size)
+        x, row_scales, w, init, scales, bias = a[1], a[2], a[3], a[4], a[5], a[6]
+        out, inputs, outputs, add, head, number = a[7], a[8], a[9], a[10], a[11], a[12]
+        rows = frame[FRAME.rows]
+        if head:
+            rows -= frame[FRAME.first]
+            out = frame[FRAME.logits]
+        size, wide = _block_rows(rows), GROUPS * LANES
+        tiles = outputs // wide
+        portion = max(1, min(_PORTION, tiles // (4 * threads)))
+        counter = frame[FRAME.counters] + 8 * number
+        while True:
+            start = next_ticket(counter) * portion
+            if start >= tiles:
+                break
+            for t in range(start, min(tiles, start + portion)):
+                for block in range(0, rows, size):
+                    tile(
+                        min(size, rows - block),
+                        x + block * inputs * row_bytes,
+                        w + t * wide * inputs * weight_bytes,
+                        inputs // together,
+                        init + 2 * wide * t * (inputs // together),
+                        scales + 2 * wide * t * (inputs // together),
+                        bias + 4 * wide * t,
+                        row_scales + 4 * block * (inputs // together),
+                        out + 4 * (block * outputs + wide * t),
+                        4 * outputs,
+                        add,
+                    )
+
+    return _compiled(work, kind)
+
+
+_int8, _bfloat16, _float32 = (_linear(kind) for kind in ("int8", "bfloat16", "float32"))
+
+
+@kernel
+def linear_int8(arguments: Any, thread: Any, threads: Any) -> None:
+    """x Wᵀ + bias with bytes times bytes, four inputs at a time: sums are exact."""
+    _int8(arguments, threads)
+
+
+@kernel
+def linear_bfloat16(arguments: Any, thread: Any, threads: Any) -> None:
+    """float32 rows times bfloat16 weights, summed in float32, one input after the other."""
+    _bfloat16(arguments, threads)
+
+
+@kernel
+def linear_float32(arguments: Any, thread: Any, threads: Any) -> None:
+    """float32 throughout, one input after the other."""
+    _float32(arguments, threads)
+
+
+LINEAR = {"int8": linear_int8, "bfloat16": linear_bfloat16, "float32": linear_float32}
+
+
+# ---- attention -----------------------------------------------------------------------------------
+
+
+@njit
+def _rotate(x: Any, cosines: Any, sines: Any, scale: Any, norm_at: Any, epsilon: Any) -> None:
+    """Norm of one head if there is one, then rotary positions, then a factor; in place."""
+    if norm_at:
+        weight = _floats(norm_at, len(x))
+        by = float32(1.0) / np.sqrt(_sum_of_squares(x) / float32(len(x)) + epsilon)
+        for i in range(len(x)):
+            x[i] = x[i] * by * weight[i]
+    half = len(cosines)
+    for i in range(half):
+        one, other = x[i], x[i + half]
+        x[i] = one * cosines[i] - other * sines[i]
+        x[i + half] = other * cosines[i] + one * sines[i]
+    for i in range(len(x)):
+        x[i] *= scale
+
+
+@kernel
+def remember(arguments: Any, thread: Any, threads: Any) -> None:
+    """Rotate queries and keys, and write keys and values into the cache.
+
+    A block of the cache holds for each layer and key head: keys [width, BLOCK], then values
+    [BLOCK, width], in float16 or float32.
+    """
+    a = _ints(arguments, 15)
+    frame = _ints(a[0], FRAME.size)
+    size = a[14]
+    qkv, stride, heads, kv_heads, width, padded = a[1], a[2], a[3], a[4], a[5], a[6]
+    layer, queries, half, q_norm, k_norm = a[7], a[8], a[9], a[10], a[11]
+    epsilon, scale = _floats(a[12], 1)[0], _floats(a[13], 1)[0]
+    all_heads = heads + 2 * kv_heads
+    for item in range(thread, frame[FRAME.rows] * all_heads, threads):
+        row, head = item // all_heads, item % all_heads
+        x = _floats(qkv + 4 * (row * stride + head * width), width)
+        cosines = _floats(frame[FRAME.cosines] + 4 * row * half, half)
+        sines = _floats(frame[FRAME.sines] + 4 * row * half, half)
+        if head < heads:
+            _rotate(x, cosines, sines, scale, q_norm, epsilon)
+            into = _floats(queries + 4 * (row * heads + head) * padded, padded)
+            for i in range(width):
+                into[i] = x[i]
+            continue
+        slot = frame[FRAME.slot + row]
+        kv = (head - heads) % kv_heads
+        block = _block(frame, row, slot // BLOCK, size * (layer * kv_heads + kv), padded)
+        at = slot % BLOCK
+        if head < heads + kv_heads:
+            _rotate(x, cosines, sines, float32(1.0), k_norm, epsilon)
+            start, step = at, BLOCK
+        else:
+            start, step = padded * BLOCK + at * padded, 1
+        if size == 2:
+            for i in range(width):
+                put_half(block + 2 * (start + i * step), x[i])
+        else:
+            whole = _floats(block, 2 * padded * BLOCK)
+            for i in range(width):
+                whole[start + i * step] = x[i]
+
+
+@njit(inline="always")
+def _block(frame: Any, row: Any, number: Any, before: Any, padded: Any) -> Any:
+    """The address of a block of keys, ``before`` pairs of bytes a number; its values follow."""
+    table = _ints(frame[FRAME.table + row], number + 1)
+    return table[number] + 2 * before * BLOCK * padded
+
+
+@njit(inline="always")
+def _last_slot(frame: Any, row: Any) -> Any:
+    """The last key that a row sees."""
+    nodes = frame[FRAME.nodes + row]
+    if nodes:
+        return frame[FRAME.path + row * MAX_ROWS + nodes - 1]
+    return frame[FRAME.base + row] - 1
+
+
+@njit(inline="always")
+def _first_seen(frame: Any, row: Any, window: Any) -> Any:
+    """How many of its first keys a row does not see for a sliding window."""
+    keys = frame[FRAME.base + row] + frame[FRAME.nodes + row]
+    return max(0, keys - window) if window else 0
+
+
+_qk1, _qk2, _whole_qk1, _whole_qk2 = (qk(n, half) for half in (True, False) for n in (1, 2))
+_pv1, _pv2, _whole_pv1, _whole_pv2 = (pv(n, half) for half in (True, False) for n in (1, 2))
+
+
+@njit(inline="always")
+def _qk(
+    queries: Any, size: Any, q: Any, q_step: Any, k: Any, width: Any, to: Any, step: Any
+) -> None:
+    if size == 2:
+        if queries == 2:
+            _qk2(q, q_step, k, width, to, step)
+        else:
+            _qk1(q, q_step, k, width, to, step)
+    elif queries == 2:
+        _whole_qk2(q, q_step, k, width, to, step)
+    else:
+        _whole_qk1(q, q_step, k, width, to, step)
+
+
+@kernel
+def compare(arguments: Any, thread: Any, threads: Any) -> None:
+    """Scores q kᵀ of every row with every block that it sees, where the keys lie."""
+    a = _ints(arguments, 10)
+    frame = _ints(a[0], FRAME.size)
+    size = a[9]
+    queries, heads, kv_heads, width, padded = a[1], a[2], a[3], a[4], a[5]
+    layer, window, counter = a[6], a[7], frame[FRAME.counters] + 8 * a[8]
+    rows, room, group = frame[FRAME.rows], frame[FRAME.keys], heads // kv_heads
+    most = 0
+    for row in range(rows):
+        most = max(most, _last_slot(frame, row) // BLOCK + 1)
+    while True:
+        ticket = next_ticket(counter)
+        if ticket >= most * kv_heads:
+            break
+        kv, number = ticket // most, ticket % most
+        for row in range(rows):
+            # A path's nodes lie behind the base, perhaps with gaps of more than a block.
+            if number > _last_slot(frame, row) // BLOCK:
+                continue
+            if (number + 1) * BLOCK <= _first_seen(frame, row, window):
+                continue
+            keys = _block(frame, row, number, size * (layer * kv_heads + kv), padded)
+            for g in range(0, group, TOGETHER):
+                head = row * heads + kv * group + g
+                q, out = queries + 4 * head * padded, head * room + number * BLOCK
+                for part in range(0, BLOCK, KEYS):
+                    k, to = keys + size * part, frame[FRAME.scores] + 4 * (out + part)
+                    some = min(TOGETHER, group - g)
+                    _qk(some, size, q, 4 * padded, k, width, to, 4 * room)
+
+
+@kernel
+def soften(arguments: Any, thread: Any, threads: Any) -> None:
+    """Softmax over the keys that a row sees, put into the order of its path first.
+
+    So a node of a tree, a token of a block and the same token alone add up the same numbers in
+    the same order.
+    """
+    a = _ints(arguments, 4)
+    frame = _ints(a[0], FRAME.size)
+    heads, window, counter = a[1], a[2], frame[FRAME.counters] + 8 * a[3]
+    room = frame[FRAME.keys]
+    while True:
+        item = next_ticket(counter)
+        if item >= frame[FRAME.rows] * heads:
+            break
+        row = item // heads
+        base, nodes = frame[FRAME.base + row], frame[FRAME.nodes + row]
+        s = _floats(frame[FRAME.scores] + 4 * item * room, room)
+        for i in range(nodes):  # each lies at or beyond where it goes, and they are in order
+            s[base + i] = s[frame[FRAME.path + row * MAX_ROWS + i]]
+        first = _first_seen(frame, row, window)
+        for i in range(first):
+            s[i] = float32(0.0)
+        e = s[first : base + nodes]
+        best = _largest(e)
+        for i in range(len(e)):
+            e[i] = _exp(e[i] - best)
+        scale = float32(1.0) / _sum(e)
+        for i in range(len(e)):
+            e[i] *= scale
+
+
+@njit(inline="always")
+def _pv(queries: Any, size: Any, w: Any, step: Any, v: Any, v_step: Any, count: Any, out: Any,
+        out_step: Any) -> None:  # fmt: skip
+    if size == 2:
+        if queries == 2:
+            _pv2(w, step, v, v_step, count, out, out_step)
+        else:
+            _pv1(w, step, v, v_step, count, out, out_step)
+    elif queries == 2:
+        _whole_pv2(w, step, v, v_step, count, out, out_step)
+    else:
+        _whole_pv1(w, step, v, v_step, count, out, out_step)
+
+
+@kernel
+def mix(arguments: Any, thread: Any, threads: Any) -> None:
+    """The values of the keys that a row sees, weighted, added in the order of its path."""
+    a = _ints(arguments, 10)
+    frame = _ints(a[0], FRAME.size)
+    size = a[9]
+    heads, kv_heads, padded, layer, out, stride = a[1], a[2], a[3], a[4], a[5], a[6]
+    window, counter = a[7], frame[FRAME.counters] + 8 * a[8]
+    rows, room, group = frame[FRAME.rows], frame[FRAME.keys], heads // kv_heads
+    parts = padded // KEYS
+    while True:
+        ticket = next_ticket(counter)
+        if ticket >= kv_heads * parts:
+            break
+        kv, d = ticket // parts, KEYS * (ticket % parts)
+        for row in range(rows):
+            base, nodes = frame[FRAME.base + row], frame[FRAME.nodes + row]
+            for g in range(0, group, TOGETHER):
+                head = row * heads + kv * group + g
+                some = min(TOGETHER, group - g)
+                # Each head's part has a place of its own, padding included.
+                into = out + 4 * (row * stride + (kv * group + g) * padded + d)
+                for q in range(some):
+                    sums = _floats(into + 4 * q * padded, KEYS)
+                    for i in range(KEYS):
+                        sums[i] = float32(0.0)
+                first = _first_seen(frame, row, window) // BLOCK
+                for number in range(first, (base + BLOCK - 1) // BLOCK):
+                    v = _block(frame, row, number, size * (layer * kv_heads + kv), padded)
+                    v += size * (padded * BLOCK + d)
+                    w = frame[FRAME.scores] + 4 * (head * room + number * BLOCK)
+                    count = min(BLOCK, base - number * BLOCK)
+                    _pv(some, size, w, 4 * room, v, size * padded, count, into, 4 * padded)
+                for i in range(nodes):
+                    slot = frame[FRAME.path + row * MAX_ROWS + i]
+                    v = _block(frame, row, slot // BLOCK, size * (layer * kv_heads + kv), padded)
+                    v += size * (padded * (BLOCK + slot % BLOCK) + d)
+                    w = frame[FRAME.scores] + 4 * (head * room + base + i)
+                    _pv(some, size, w, 4 * room, v, size * padded, 1, into, 4 * padded)
+
+
+@kernel
+def hand_heads(arguments: Any, thread: Any, threads: Any) -> None:
+    """What the heads found, side by side without their padding, for the next linear layer."""
+    a = _ints(arguments, 10)
+    rows = _ints(a[0], FRAME.size)[FRAME.rows]
+    source, stride, heads, width, padded, total = a[1], a[2], a[3], a[4], a[5], a[6]
+    for row in range(thread, rows, threads):
+        y = np.zeros(total, np.float32)
+        for head in range(heads):
+            x = _floats(source + 4 * (row * stride + head * padded), width)
+            for i in range(width):
+                y[head * width + i] = x[i]
+        _hand_over(y, row, rows, a[7], a[8], a[9])
+
+
+# ---- the whole pass ------------------------------------------------------------------------------
+
+
+@kernel
+def drive(program: Any, unused: Any, unused_too: Any) -> None:
+    """Run a list of steps, all threads of a team together.
+
+    ``program``: the number of steps, the addresses of a team's functions ``barrier``,
+    ``thread_number`` and ``team_size`` (0 where there is no team), then the address of each
+    step's function and of its arguments.
+    """
+    head = _ints(program, 4)
+    steps, barrier = head[0], head[1]
+    thread, threads = 0, 1
+    if barrier:
+        thread, threads = call_count(head[2]), call_count(head[3])
+    listed = _ints(program + 32, 2 * steps)
+    for i in range(steps):
+        call_step(listed[2 * i], listed[2 * i + 1], thread, threads)
+        if threads > 1:
+            call_barrier(barrier)

@@ -1,0 +1,105 @@
+"""Medusa heads in the native runtime: all of them in one pass of as many rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from numba import float32
+from torch import Tensor
+
+from outrider.models.heads.medusa import MedusaModule
+from outrider.models.native.kernels import (
+    FRAME,
+    _exp,
+    _floats,
+    _hand_over,
+    _ints,
+    _sum_of_squares,
+    kernel,
+)
+from outrider.models.native.model import NativeModel
+from outrider.models.native.recorder import Program, Rows, Steps, padded_inputs
+from outrider.models.native.weights import Linear, pack
+
+__all__ = ["NativeMedusa"]
+
+
+@kernel
+def lift(arguments: Any, thread: Any, threads: Any) -> None:
+    """norm(x) + silu(g), where the g of row j is the j-th piece of that row."""
+    a = _ints(arguments, 11)
+    rows = _ints(a[0], FRAME.size)[FRAME.rows]
+    source, weight_at, width, padded, pieces, stride = a[1], a[2], a[3], a[4], a[6], a[7]
+    epsilon = _floats(a[5], 1)[0]
+    weight = _floats(weight_at, width)
+    for row in range(thread, rows, threads):
+        x = _floats(source + 4 * row * width, width)
+        g = _floats(pieces + 4 * row * (stride + width), width)
+        scale = float32(1.0) / np.sqrt(_sum_of_squares(x) / float32(width) + epsilon)
+        y = np.zeros(padded, np.float32)
+        for i in range(width):
+            # Where the exponent would overflow, silu is zero to more than float32 holds.
+            silu = g[i] / (float32(1.0) + _exp(min(-g[i], float32(88.0))))
+            y[i] = x[i] * scale * weight[i] + silu
+        _hand_over(y, row, rows, a[8], a[9], a[10])
+
+
+class _Heads(Steps):
+    """Every row holds the same hidden state, and goes through all blocks: the weights are read once
+    whatever the rows, and these are few. Then row j keeps what block j made of it."""
+
+    def lift(self, x: Tensor, weight: Tensor, pieces: Tensor) -> Rows:
+        width = len(weight)
+        sizes = (width, padded_inputs(width), self.epsilon)
+        places = (pieces.data_ptr(), pieces.shape[1], *self._rows())
+        self._step(lift, x.data_ptr(), weight.data_ptr(), *sizes, *places)
+        return self.rows
+
+    def record(self, norm: Tensor, blocks: Linear, head: Linear) -> Program:
+        """The pass, for hidden states in ``hidden``."""
+        self.held += [norm, blocks, head]
+        hidden, pieces = self.buffer(len(norm)), self.buffer(blocks.padded_outputs)
+        self._linear(self.norm(hidden, norm), blocks, pieces.data_ptr(), add=False, head=False)
+        self._linear(self.lift(hidden, norm, pieces), head, 0, add=False, head=True)
+        steps = self.steps
+        return Program(steps, len(steps), self.frame, hidden, self.held)
+
+
+class NativeMedusa:
+    """Heads at work; offers ``outrider.protocols.ParallelHeads``.
+
+    Parameters
+    ----------
+    module
+        Their weights, packed in the target's precision.
+    target
+        Whose hidden states they read.
+    """
+
+    def __init__(self, module: MedusaModule, target: NativeModel) -> None:
+        c = module.config
+        self.taps, self.ids, self.count = c.taps, module.ids, c.count
+        kind = target.weights.head.kind
+        norm, blocks, bias, head = (
+            p.detach().float().contiguous()
+            for p in (
+                module.norm.weight, module.blocks.weight, module.blocks.bias, module.lm_head.weight
+            )
+        )  # fmt: skip
+        self._head = pack(head, None, kind)
+        steps = _Heads(kind, padded_inputs(c.hidden), c.epsilon)
+        self._program = steps.record(norm, pack(blocks, bias, kind), self._head)
+
+    @torch.inference_mode()
+    def predict(self, hidden: Float[Tensor, " d"]) -> Float[Tensor, "count draft_vocab"]:
+        """Logits of the tokens that follow the one after a hidden state's own."""
+        program, frame = self._program, self._program.frame
+        program.hidden[: self.count] = hidden
+        logits = torch.empty(self.count, self._head.padded_outputs)
+        frame[FRAME.rows], frame[FRAME.first] = self.count, 0
+        frame[FRAME.logits] = logits.data_ptr()
+        program.run(logits=True)
+        return logits[:, : len(self.ids)]

@@ -1,0 +1,469 @@
+"""The few loops that must be vectors, written as LLVM vectors.
+
+Numba compiles everything else. These four are where the time goes, and where the order of a
+float sum must not depend on what a compiler makes of a loop: each accumulates one term at a
+time, in the order of the keys or inputs, with a fused multiply-add. ``<64 x float>`` and the like
+are split by LLVM into whatever registers the processor has.
+
+numba keeps compiled steps by the time of ``kernels.py``: touch that file after a change here.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+__all__ = [
+    "BLOCK",
+    "DOT",
+    "GROUPS",
+    "KEYS",
+    "LANES",
+    "QUADS",
+    "ROWS",
+    "bits_to_float",
+    "call_barrier",
+    "call_count",
+    "call_step",
+    "float_tile",
+    "float_to_bits",
+    "integer_tile",
+    "next_ticket",
+    "pointer",
+    "put_half",
+    "pv",
+    "qk",
+]
+
+BLOCK = 64
+"""Keys in a block of the cache; a head's width is padded to a multiple of it."""
+
+_FEATURES = llvm.get_host_cpu_features()
+_WIDE = bool(_FEATURES.get("avx512f") and _FEATURES.get("avx512bw"))
+LANES = 16 if _WIDE else 8
+"""Output channels side by side in a tile: the 32-bit lanes of a vector register."""
+
+
+def _dot_kind() -> str:
+    if _WIDE and _FEATURES.get("avx512vnni"):
+        return "vnni"
+    if _FEATURES.get("avxvnni") and not _WIDE:
+        return "vnni"
+    return "pairs" if _FEATURES.get("avx2") and not _WIDE else "portable"
+
+
+DOT = _dot_kind()
+"""How four products of bytes are summed into a lane.
+
+``vnni``: one instruction, exact. ``pairs``: AVX2 first sums two products in 16 bits, which
+saturate; weights are quantized so that no pair can reach that (see ``quantize``), and then it is
+exact too. ``portable``: plain widening, exact everywhere.
+"""
+
+GROUPS = 2
+"""Vectors of channels side by side in a tile, and so in a layer's layout."""
+
+ROWS = 8
+"""Rows that a tile takes at most."""
+_AT_ONCE = 8 if _WIDE else 6
+"""Rows that it sums at a time: sixteen registers hold twelve sums, two weights and a value. The
+others follow while the block of weights is still near."""
+
+QUADS = 16
+"""Groups of four inputs that share a row's scale. One scale for a whole row would leave most of
+its values a few levels, since a few of them are large: 64 inputs keep the perplexity of a 135M
+model within a percent, whole rows miss it by four."""
+
+_AHEAD = 1024
+"""Bytes that weights are fetched ahead: without it a wide tile waits for memory and computes in
+turn, and eight rows cost twice as much as they need to."""
+
+_i8, _i16, _i32, _i64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+_f32 = ir.FloatType()
+_void = ir.VoidType()
+_int64 = types.int64
+_halves = ir.VectorType(ir.HalfType(), LANES)
+
+
+def _c(value: int) -> ir.Constant:
+    return ir.Constant(_i64, value)
+
+
+def _load(b: Any, address: Any, kind: Any, align: int = 1) -> Any:
+    return b.load(b.inttoptr(address, kind.as_pointer()), align=align, typ=kind)
+
+
+def _store(b: Any, value: Any, address: Any, align: int = 1) -> None:
+    b.store(value, b.inttoptr(address, value.type.as_pointer()), align=align)
+
+
+def _splat(b: Any, value: Any, lanes: int) -> Any:
+    kind = ir.VectorType(value.type, lanes)
+    one = b.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(_i32, 0))
+    return b.shuffle_vector(one, one, ir.Constant(ir.VectorType(_i32, lanes), [0] * lanes))
+
+
+def _declare(b: Any, name: str, result: Any, *arguments: Any) -> Any:
+    kind = ir.FunctionType(result, list(arguments))
+    return cgutils.get_or_insert_function(b.module, kind, name)
+
+
+def _fma(b: Any, x: Any, y: Any, z: Any) -> Any:
+    fma = _declare(b, f"llvm.fma.v{z.type.count}f32", z.type, z.type, z.type, z.type)
+    return b.call(fma, [x, y, z])
+
+
+def _prefetch(b: Any, address: Any, size: int) -> None:
+    """Ask for the lines that ``size`` bytes at this address will be followed by."""
+    pointer = ir.PointerType(_i8)
+    call = _declare(b, "llvm.prefetch.p0", _void, pointer, _i32, _i32, _i32)
+    read, keep, data = (ir.Constant(_i32, value) for value in (0, 3, 1))
+    for line in range(0, size, 64):
+        ahead = b.inttoptr(b.add(address, _c(_AHEAD + line)), pointer)
+        b.call(call, [ahead, read, keep, data])
+
+
+class _Loop:
+    """``for i in range(0, count, step)`` over vector accumulators; ``count`` is at least 1."""
+
+    def __init__(self, b: Any, count: Any, step: int, start: list[Any]) -> None:
+        self.b, self.count, self.step = b, count, step
+        before = b.block
+        self.body = b.append_basic_block("loop")
+        b.branch(self.body)
+        b.position_at_end(self.body)
+        self.i = b.phi(_i64)
+        self.i.add_incoming(_c(0), before)
+        self.held = [b.phi(value.type) for value in start]
+        for phi, value in zip(self.held, start, strict=True):
+            phi.add_incoming(value, before)
+
+    def close(self, values: list[Any]) -> None:
+        b = self.b
+        following = b.add(self.i, _c(self.step))
+        self.i.add_incoming(following, b.block)
+        for phi, value in zip(self.held, values, strict=True):
+            phi.add_incoming(value, b.block)
+        after = b.append_basic_block("after")
+        b.cbranch(b.icmp_signed("<", following, self.count), self.body, after)
+        b.position_at_end(after)
+
+
+def _intrinsic(arguments: int, emit: Callable[..., None]) -> Any:
+    """A numba function of so many int64 addresses and counts that returns nothing."""
+
+    def function(typingctx: Any, *args: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            emit(builder, *values)
+            return context.get_dummy_value()
+
+        return types.void(*[_int64] * arguments), codegen
+
+    # numba reads the number of arguments off the signature.
+    names = ["typingctx", *(f"a{i}" for i in range(arguments))]
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    function.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [inspect.Parameter(name, kind) for name in names]
+    )
+    return intrinsic(function)
+
+
+def _dot4(b: Any, acc: Any, x: Any, w: Any) -> Any:
+    """acc + four byte products for each lane: x unsigned, w signed."""
+    n = LANES
+    bytes_, words = ir.VectorType(_i8, 4 * n), ir.VectorType(_i16, 2 * n)
+    longs = ir.VectorType(_i32, n)
+    if DOT == "vnni":
+        call = _declare(b, f"llvm.x86.avx512.vpdpbusd.{32 * n}", longs, longs, bytes_, bytes_)
+        return b.call(call, [acc, x, w])
+    if DOT == "pairs":
+        pairs = _declare(b, "llvm.x86.avx2.pmadd.ub.sw", words, bytes_, bytes_)
+        sums = _declare(b, "llvm.x86.avx2.pmadd.wd", longs, words, words)
+        ones = ir.Constant(words, [1] * (2 * n))
+        return b.add(acc, b.call(sums, [b.call(pairs, [x, w]), ones]))
+    wide = ir.VectorType(_i32, 4 * n)
+    product = b.mul(b.zext(x, wide), b.sext(w, wide))
+    for part in range(4):
+        mask = ir.Constant(ir.VectorType(_i32, n), list(range(part, 4 * n, 4)))
+        acc = b.add(acc, b.shuffle_vector(product, product, mask))
+    return acc
+
+
+def _finish(b: Any, held: list[Any], rows: int, groups: int, out: tuple[Any, ...]) -> None:
+    """Add the bias and (if asked) what is there already, and store."""
+    _, bias, _, address, stride, add = out
+    kind = ir.VectorType(_f32, LANES)
+    keep = b.icmp_signed("!=", add, _c(0))
+    for r in range(rows):
+        row = b.add(address, b.mul(stride, _c(r)))
+        for g in range(groups):
+            at, value = _c(4 * LANES * g), held[r * groups + g]
+            value = b.fadd(value, _load(b, b.add(bias, at), kind, 4))
+            place = b.add(row, at)
+            old = b.select(keep, _load(b, place, kind, 4), ir.Constant(kind, [0.0] * LANES))
+            _store(b, b.fadd(value, old), place, 4)
+
+
+def integer_tile(rows: int, groups: int) -> Any:
+    """``rows`` rows of bytes times ``groups`` groups of ``LANES`` channels.
+
+    tile(x, w, blocks, init, scales, bias, row_scales, out, out_stride, add)
+
+    x
+        u8 [blocks, QUADS, rows, 4], the row's values plus 128.
+    w
+        s8 [blocks, QUADS, GROUPS, LANES, 4], of which the tile takes the first ``groups``.
+    scales
+        f16 [blocks, GROUPS, LANES]: of the weights.
+    init
+        s16 [blocks, GROUPS, LANES]: the sum of the channel's weights in the block, which the 128
+        added to each value makes come in 128 times too often.
+    row_scales
+        f32 [blocks, rows]. Products are summed exactly within a block, and blocks in order.
+    """
+
+    def emit(b: Any, x: Any, w: Any, blocks: Any, init: Any, *out: Any) -> None:
+        weight_scales, _, row_scales = out[:3]
+        shorts, longs = ir.VectorType(_i16, LANES), ir.VectorType(_i32, LANES)
+        bytes_, floats = ir.VectorType(_i8, 4 * LANES), ir.VectorType(_f32, LANES)
+        seven = ir.Constant(longs, [7] * LANES)
+        nothing = ir.Constant(longs, [0] * LANES)
+        outer = _Loop(b, blocks, 1, [ir.Constant(floats, [0.0] * LANES)] * (rows * groups))
+        sums = b.add(init, b.mul(outer.i, _c(2 * LANES * GROUPS)))
+        first = []
+        for g in range(groups):
+            short = _load(b, b.add(sums, _c(2 * LANES * g)), shorts, 2)
+            first.append(b.sub(nothing, b.shl(b.sext(short, longs), seven)))
+        x_block = b.add(x, b.mul(outer.i, _c(4 * QUADS * rows)))
+        w_block = b.add(w, b.mul(outer.i, _c(4 * QUADS * LANES * GROUPS)))
+        parts, held = -(-rows // _AT_ONCE), []
+        for part in range(parts):
+            some = range(rows * part // parts, rows * (part + 1) // parts)
+            loop = _Loop(b, _c(QUADS), 1, [first[g] for _ in some for g in range(groups)])
+            at = b.add(w_block, b.mul(loop.i, _c(4 * LANES * GROUPS)))
+            if part == 0:
+                _prefetch(b, at, 4 * LANES * groups)
+            weights = [_load(b, b.add(at, _c(4 * LANES * g)), bytes_) for g in range(groups)]
+            summed, row = [], b.add(x_block, b.mul(loop.i, _c(4 * rows)))
+            for r in some:
+                quad = _splat(b, _load(b, b.add(row, _c(4 * r)), _i32, 4), LANES)
+                for g in range(groups):
+                    acc = loop.held[(r - some.start) * groups + g]
+                    summed.append(_dot4(b, acc, b.bitcast(quad, bytes_), weights[g]))
+            loop.close(summed)
+            held += summed
+        halves = b.add(weight_scales, b.mul(outer.i, _c(2 * LANES * GROUPS)))
+        worth = [
+            b.fpext(_load(b, b.add(halves, _c(2 * LANES * g)), _halves, 2), floats)
+            for g in range(groups)
+        ]
+        scales = b.add(row_scales, b.mul(outer.i, _c(4 * rows)))
+        totals = []
+        for r in range(rows):
+            scale = _splat(b, _load(b, b.add(scales, _c(4 * r)), _f32, 4), LANES)
+            for g in range(groups):
+                i = r * groups + g
+                value = b.fmul(b.sitofp(held[i], floats), worth[g])
+                totals.append(_fma(b, value, scale, outer.held[i]))
+        outer.close(totals)
+        _finish(b, totals, rows, groups, out)
+
+    return _intrinsic(10, emit)
+
+
+def float_tile(rows: int, groups: int, half: bool) -> Any:
+    """The same for floats: x f32 [inputs, rows]; w f32 or bf16 [inputs, GROUPS, LANES].
+
+    It takes the same arguments; ``init`` and the scales are not read.
+    """
+
+    def emit(b: Any, x: Any, w: Any, inputs: Any, init: Any, *out: Any) -> None:
+        size = 2 if half else 4
+        floats = ir.VectorType(_f32, LANES)
+        parts, held = -(-rows // _AT_ONCE), []
+        for part in range(parts):
+            some = range(rows * part // parts, rows * (part + 1) // parts)
+            zeros = [ir.Constant(floats, [0.0] * LANES)] * (len(some) * groups)
+            loop = _Loop(b, inputs, 1, zeros)
+            line = b.add(w, b.mul(loop.i, _c(size * LANES * GROUPS)))
+            _prefetch(b, line, size * LANES * groups)
+            weights = []
+            for g in range(groups):
+                at = b.add(line, _c(size * LANES * g))
+                if half:  # a bfloat16 is the upper half of a float32
+                    short = _load(b, at, ir.VectorType(_i16, LANES))
+                    bits = b.zext(short, ir.VectorType(_i32, LANES))
+                    shift = ir.Constant(ir.VectorType(_i32, LANES), [16] * LANES)
+                    weights.append(b.bitcast(b.shl(bits, shift), floats))
+                else:
+                    weights.append(_load(b, at, floats))
+            summed, row = [], b.add(x, b.mul(loop.i, _c(4 * rows)))
+            for r in some:
+                value = _splat(b, _load(b, b.add(row, _c(4 * r)), _f32, 4), LANES)
+                for g in range(groups):
+                    acc = loop.held[(r - some.start) * groups + g]
+                    summed.append(_fma(b, value, weights[g], acc))
+            loop.close(summed)
+            held += summed
+        _finish(b, held, rows, groups, out)
+
+    return _intrinsic(10, emit)
+
+
+KEYS = 32
+"""Keys, or dimensions of values, that the attention tiles take at a time."""
+
+_keys = ir.VectorType(_f32, KEYS)
+
+
+def _widen(b: Any, address: Any, half: bool) -> Any:
+    """KEYS numbers of the cache as float32."""
+    if not half:
+        return _load(b, address, _keys, 4)
+    halves = _load(b, address, ir.VectorType(ir.HalfType(), KEYS), 2)
+    return b.fpext(halves, _keys)
+
+
+def qk(queries: int, half: bool) -> Any:
+    """Queries f32 [queries, width] times KEYS keys of a block f16 or f32 [width, BLOCK].
+
+    qk(query, query_stride, keys, width, out, out_stride), strides in bytes
+    """
+
+    def emit(b: Any, query: Any, step: Any, keys: Any, width: Any, out: Any, stride: Any) -> None:
+        loop = _Loop(b, width, 1, [ir.Constant(_keys, [0.0] * KEYS)] * queries)
+        row = _widen(b, b.add(keys, b.mul(loop.i, _c((2 if half else 4) * BLOCK))), half)
+        held, at = [], b.add(query, b.mul(loop.i, _c(4)))
+        for q in range(queries):
+            value = _splat(b, _load(b, b.add(at, b.mul(step, _c(q))), _f32, 4), KEYS)
+            held.append(_fma(b, value, row, loop.held[q]))
+        loop.close(held)
+        for q in range(queries):
+            _store(b, held[q], b.add(out, b.mul(stride, _c(q))), 4)
+
+    return _intrinsic(6, emit)
+
+
+def pv(queries: int, half: bool) -> Any:
+    """out += weights f32 [queries, count] times KEYS dimensions of values f16 or f32
+    [count, ...].
+
+    pv(weights, weights_stride, values, values_stride, count, out, out_stride), strides in bytes
+    """
+
+    def emit(
+        b: Any, weights: Any, step: Any, values: Any, row_step: Any, count: Any, out: Any,
+        stride: Any,
+    ) -> None:  # fmt: skip
+        places = [b.add(out, b.mul(stride, _c(q))) for q in range(queries)]
+        loop = _Loop(b, count, 1, [_load(b, place, _keys, 4) for place in places])
+        row = _widen(b, b.add(values, b.mul(loop.i, row_step)), half)
+        held, at = [], b.add(weights, b.mul(loop.i, _c(4)))
+        for q in range(queries):
+            value = _splat(b, _load(b, b.add(at, b.mul(step, _c(q))), _f32, 4), KEYS)
+            held.append(_fma(b, value, row, loop.held[q]))
+        loop.close(held)
+        for place, value in zip(places, held, strict=True):
+            _store(b, value, place, 4)
+
+    return _intrinsic(7, emit)
+
+
+@intrinsic
+def put_half(typingctx: Any, address: Any, value: Any) -> Any:
+    """Write a float32 in half precision."""
+
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        _store(builder, builder.fptrunc(values[1], ir.HalfType()), values[0], 2)
+        return context.get_dummy_value()
+
+    return types.void(_int64, types.float32), codegen
+
+
+def pointer(kind: Any) -> Any:
+    """A numba function from an address to a pointer to a type."""
+
+    @intrinsic
+    def cast(typingctx: Any, address: Any) -> Any:
+        result = types.CPointer(kind)
+
+        def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            return builder.inttoptr(values[0], context.get_value_type(result))
+
+        return result(_int64), codegen
+
+    return cast
+
+
+@intrinsic
+def bits_to_float(typingctx: Any, bits: Any) -> Any:
+    """The float32 with these 32 bits."""
+
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.bitcast(values[0], _f32)
+
+    return types.float32(types.int32), codegen
+
+
+@intrinsic
+def float_to_bits(typingctx: Any, value: Any) -> Any:
+    """The 32 bits of a float32."""
+
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.bitcast(values[0], _i32)
+
+    return types.int32(types.float32), codegen
+
+
+@intrinsic
+def next_ticket(typingctx: Any, counter: Any) -> Any:
+    """The value of a counter, which is moved on by one; threads draw work with it."""
+
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        place = builder.inttoptr(values[0], _i64.as_pointer())
+        return builder.atomic_rmw("add", place, _c(1), "monotonic")
+
+    return _int64(_int64), codegen
+
+
+@intrinsic
+def call_step(typingctx: Any, function: Any, arguments: Any, thread: Any, threads: Any) -> Any:
+    """Call a compiled step by its address."""
+
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        kind = ir.FunctionType(_void, [_i64] * 3)
+        builder.call(builder.inttoptr(values[0], kind.as_pointer()), values[1:])
+        return context.get_dummy_value()
+
+    return types.void(*[_int64] * 4), codegen
+
+
+@intrinsic
+def call_barrier(typingctx: Any, function: Any) -> Any:
+    """Call a C function that takes and returns nothing."""
+
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        kind = ir.FunctionType(_void, [])
+        builder.call(builder.inttoptr(values[0], kind.as_pointer()), [])
+        return context.get_dummy_value()
+
+    return types.void(_int64), codegen
+
+
+@intrinsic
+def call_count(typingctx: Any, function: Any) -> Any:
+    """Call a C function that returns an int."""
+
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        kind = ir.FunctionType(_i32, [])
+        found = builder.call(builder.inttoptr(values[0], kind.as_pointer()), [])
+        return builder.sext(found, _i64)
+
+    return _int64(_int64), codegen
