@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from outrider.core.distribution import Distribution
 from outrider.core.proposal import Proposal
 from outrider.core.sequences import common_prefix
+from outrider.drafters.confidence import of_token
 from outrider.drafters.shape import Chain, Shape, parse_shape
 from outrider.drafters.tree import Tree
 from outrider.errors import RollbackError, UsageError
@@ -89,7 +90,7 @@ class _ModelSession:
     def propose(self, tokens: Sequence[int], length: int, pick: Pick) -> Proposal:
         # The draft's own context may be shorter than the target's.
         length = min(length, self._model.context_length - len(tokens))
-        if length <= 0:
+        if length <= 0 or not pick.asks("model"):
             return Proposal()
         # What the last round rejected is taken back here, and what it added is fed: however
         # many rounds went by without a draft, this one starts from the committed tokens.
@@ -103,7 +104,7 @@ class _ModelSession:
         self._model.prefill(self._cache, tokens[self._cache.length : last], None)
         if isinstance(self._shape, Chain):
             return self._chain(tokens, last, length, pick)
-        tree = Tree(pick)
+        tree = Tree(pick, "model")
         for depth in range(length):
             logits = self._model.score(self._cache, tokens[last:], tree.proposal())
             self._cache.rollback(last)
@@ -115,11 +116,15 @@ class _ModelSession:
         feed = tokens[last:]
         drafted: list[int] = []
         laws: list[Distribution | None] = []
+        sure: list[float] = []
         while len(drafted) < length:
             logits = self._model.score(self._cache, feed, Proposal())[0]
             token, law = pick(logits, drafted)
             drafted.append(token)
             laws.append(law)
+            sure.append(of_token(logits, token))
+            if law is None and not pick.goes_on("model", sure):
+                break
             feed = [token]
         self._fed = [*tokens, *drafted[:-1]]
-        return Proposal.chain(drafted, laws)
+        return Proposal.chain(drafted, laws, confidence=sure, source="model")

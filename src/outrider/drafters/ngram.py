@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from outrider.core.proposal import Proposal
+from outrider.drafters.confidence import ONE_OF_MANY, of_match
 from outrider.errors import SamplingError
 from outrider.protocols import Pick, Setting
 from outrider.registry import refuse_argument
@@ -98,7 +99,9 @@ class _NgramSession:
             before = self._after.get(tuple(tokens[-size:]), (0, None))[1]
             if before is not None and size < len(tokens):
                 length = min(length, _TOKENS_FOR_EACH_MATCHED * size)
-                return Proposal.chain(_continue(self._tokens, before, length))
+                copied = _continue(self._tokens, before, length)
+                sure = [of_match(size + i, ONE_OF_MANY) for i in range(length)]
+                return Proposal.chain(copied, confidence=sure, source="ngram")
         return Proposal()
 
 

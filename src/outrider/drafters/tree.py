@@ -23,10 +23,14 @@ class Tree:
     ----------
     pick
         How tokens are chosen under the rule in force.
+    source
+        The drafter's name.
     """
 
-    def __init__(self, pick: Pick) -> None:
+    def __init__(self, pick: Pick, source: str = "") -> None:
         self._pick = pick
+        self._source = source
+        self._sure: list[float] = []
         self._tokens: list[int] = []
         self._parents: list[int] = []
         self._laws: list[Distribution | None] = []
@@ -50,12 +54,14 @@ class Tree:
             level = sorted(level, key=self._value, reverse=True)[: shape.width]
         before, self._level = level, []
         for parent in before:
-            q = self._pick.distribution(logits[parent - ROOT], self._path(parent))
+            rank = self._pick.ranking or self._pick.distribution
+            q = rank(logits[parent - ROOT], self._path(parent))
             width, droppable = shape.width_at(depth), isinstance(shape, Dynamic)
             children = self._pick.siblings(q, width, depth, len(self._tokens), droppable)
             for token, law in children:
                 self._level.append(len(self._tokens))
                 self._worth.append(self._value(parent) + log(q[token]))
+                self._sure.append(q[token])
                 self._tokens.append(token)
                 self._parents.append(parent)
                 self._laws.append(law)
@@ -73,6 +79,8 @@ class Tree:
             tuple(self._tokens[n] for n in kept),
             tuple(number[self._parents[n]] for n in kept),
             tuple(self._laws[n] for n in kept),
+            tuple(self._sure[n] for n in kept),
+            self._source,
         )
 
     def _value(self, node: int) -> float:
