@@ -2,28 +2,61 @@
 
 from __future__ import annotations
 
+import re
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.core.chooser import SeededChooser
+from outrider.core.price import NOMINAL, Price
 from outrider.core.processors import Sampling, is_whole
+from outrider.drafters.mixed import split_parts
 from outrider.drafters.model import ModelDrafter
 from outrider.engine.conversation import Conversation
 from outrider.engine.generation import Generation, Output
-from outrider.engine.loading import load_draft, load_model, parse_device, parse_dtype
+from outrider.engine.loading import (
+    adapted,
+    check_adapter_mode,
+    find_target,
+    load_draft,
+    load_head,
+    load_model,
+    load_parallel_heads,
+    parse_device,
+    parse_dtype,
+)
+from outrider.engine.matching import Mismatch, measure, mismatch
 from outrider.engine.prefix import Prefix
+from outrider.engine.pricing import measure_rows, with_steps
+from outrider.engine.profile import Choice, Profile, find_profile, has_profiles
 from outrider.engine.round import Session
 from outrider.engine.transcript import Transcript
-from outrider.errors import PromptError, RollbackError, SamplingError, UsageError
+from outrider.errors import OutriderError, PromptError, RollbackError, SamplingError, UsageError
+from outrider.models.adapter import read_adapter
+from outrider.models.drafts import read_record
+from outrider.models.fingerprint import Fingerprint, fingerprint
+from outrider.models.heads.folder import shipped_head
 from outrider.models.hf import HFModel, eos_token_ids
+from outrider.models.locate import Located
 from outrider.models.tokenizer import HFTokenizer
 from outrider.policies.fixed import Fixed
-from outrider.protocols import Drafter, Model, Policy, Progress, Rule, Setting, Tokenizer
+from outrider.protocols import (
+    Drafter,
+    Head,
+    Model,
+    ParallelHeads,
+    Policy,
+    Progress,
+    Rule,
+    Setting,
+    Tokenizer,
+)
 from outrider.registry import (
     DRAFTERS,
     POLICIES,
@@ -72,11 +105,20 @@ class Engine:
     draft_length
         Tokens drafted in a round; ``auto`` is the drafter's own default; 0 drafts nothing;
         ``adaptive`` follows the acceptance of the rounds before (``adaptive:24``: at most 24).
+    strict
+        Refuse a draft head that was made for another state of the target, or does not say for
+        which; by default a warning tells what differs and what the head is worth.
+    load_options
+        ``dtype`` and ``device`` for draft models that are loaded by name.
+    located
+        Where the target's files are, for its fingerprint.
 
     Raises
     ------
     UsageError
         When a drafter, a rule or a draft length is not known, or is none.
+    DraftMismatchError
+        When ``strict``, and the drafter's head does not match.
     RollbackError
         When the target's cache cannot take rejected drafts back.
 
@@ -96,14 +138,27 @@ class Engine:
         drafter: str | Drafter | PreTrainedModel = "auto",
         rule: str | Rule = "auto",
         draft_length: int | str = "auto",
+        strict: bool = False,
         load_options: Mapping[str, Any] | None = None,
+        located: Located | None = None,
     ) -> None:
         self.model, self.tokenizer = _adopt(model, tokenizer)
+        self.strict = strict
+        self._located = located
+        self._fingerprint: Fingerprint | None = None
+        self._mismatches: list[Mismatch] = []
         self._load_options = dict(load_options or {})
         self._drafters: dict[str, Drafter] = {}
-        self.drafter = self.make_drafter(drafter)
+        self._drafts: dict[str, Model] = {}
+        self._asked = drafter
+        self._rows: tuple[Model, Price] | None = None
+        self._prices: dict[int, tuple[Drafter, Price]] = {}
+        self._auto = isinstance(drafter, str) and drafter == "auto"
+        self.follows_profile = True  # of outrider tune; which itself must not
+        self._profile: tuple[Profile | None] | None = None
         self.rule = rule
         self.draft_length = draft_length
+        self.drafter = self.make_drafter(drafter)
         self.make_rule(Sampling())
         self.make_policy()
 
@@ -118,6 +173,9 @@ class Engine:
         runtime: str = "auto",
         dtype: str | torch.dtype | None = None,
         device: str | None = None,
+        adapter: str | Path | None = None,
+        adapter_mode: str = "merged",
+        strict: bool = False,
     ) -> Engine:
         """Load a target and get ready.
 
@@ -130,6 +188,13 @@ class Engine:
             As in ``Engine``.
         runtime, dtype, device
             ``auto`` or ``None`` pick what fits the model and the machine.
+        adapter
+            The folder of a LoRA adapter in PEFT's format.
+        adapter_mode
+            ``merged``: the adapter is added to the target's weights. ``live``: it runs beside them,
+            in the ``hf`` runtime alone, and ``use_adapter`` changes it.
+        strict
+            As in ``Engine``.
 
         Raises
         ------
@@ -140,17 +205,95 @@ class Engine:
         """
         options: dict[str, Any] = {"dtype": dtype, "device": device}
         check_load(
-            drafter=drafter, rule=rule, draft_length=draft_length, runtime=runtime, **options
+            drafter=drafter,
+            rule=rule,
+            draft_length=draft_length,
+            runtime=runtime,
+            adapter_mode=adapter_mode,
+            **options,
         )
-        model, tokenizer = load_model(target, runtime=runtime, **options)
+        located = find_target(target, adapter)
+        model, tokenizer = load_model(
+            located, runtime=runtime, adapter_mode=adapter_mode, **options
+        )
         return cls(
             model,
             tokenizer,
             drafter=drafter,
             rule=rule,
             draft_length=draft_length,
+            strict=strict,
             load_options=options,
+            located=located,
         )
+
+    @property
+    def located(self) -> Located | None:
+        """Where the target's files are, with its adapter; ``None`` for a model object."""
+        return self._located
+
+    def fingerprint(self) -> Fingerprint | None:
+        """What a draft head for this target must be made for: short hashes of its weights,
+        tokenizer, chat template, adapter and precision.
+
+        ``None`` for a target without files to look at: a toy, or a model object.
+
+        Raises
+        ------
+        ModelFileError
+            When the weights cannot be read any more.
+        """
+        if self._fingerprint is None and self._located is not None and self.tokenizer is not None:
+            precision = getattr(self.model, "kind", "")
+            self._fingerprint = fingerprint(self._located, self.tokenizer, precision)
+        return self._fingerprint
+
+    def use_adapter(self, adapter: str | Path | None) -> None:
+        """Run another LoRA adapter beside the target's weights, or none; nothing is loaded again.
+
+        Requests that have begun go on with the adapter that they began with. Caches that they
+        leave behind, a conversation's too, are not used under another one. The fingerprint
+        follows, and the drafter is made again: a head that does not match is told as at load.
+
+        Parameters
+        ----------
+        adapter
+            The folder of an adapter in PEFT's format; ``None`` leaves the base alone.
+
+        Raises
+        ------
+        UsageError
+            When the target's runtime has no live adapters, or one is merged into its weights.
+        ModelError
+            When the adapter cannot be read or was made for another base. Then, and when
+            ``strict`` refuses the drafter, all is as it was.
+
+        Example
+        -------
+        >>> from outrider import Engine
+        >>> engine = Engine.load("my-model", adapter_mode="live")  # doctest: +SKIP
+        >>> engine.use_adapter("my-adapter")  # doctest: +SKIP
+        """
+        folder = None if adapter is None else Path(adapter).expanduser()
+        held = self._located.adapter if self._located else None
+        if held is not None and getattr(self.model, "adapter", None) is None:
+            raise UsageError(
+                f"The adapter '{held}' is merged into the weights of '{self.model.name}'.",
+                hint="Load the target with --adapter-mode live to change adapters.",
+            )
+        model = adapted(self.model, None if folder is None else read_adapter(folder))
+        before = dict(vars(self))
+        self.model, self._drafters = model, {}
+        self._fingerprint = self._profile = None
+        if self._rows is not None:  # a row costs much the same, and measuring it takes time
+            self._rows = model, self._rows[1]
+        if self._located is not None:
+            self._located = replace(self._located, adapter=folder)
+        try:
+            self.drafter = self.make_drafter(self._asked)
+        except BaseException:
+            vars(self).update(before)
+            raise
 
     def generate(self, prompt: Prompt, **options: Any) -> Output:
         """Run a request to its end; takes the arguments of ``stream``."""
@@ -222,14 +365,18 @@ class Engine:
                 f"{self.model.context_length}, and at least one must be left for the answer.",
                 hint="Shorten the prompt.",
             )
-        draft = self.make_drafter("none" if plain else self.drafter if drafter is None else drafter)
+        if tuned := self._tuned(values.greedy, drafter, rule, draft_length):
+            drafter, rule, draft_length = tuned.drafter, tuned.rule, tuned.draft_length
         how = self.make_rule(values, rule)
+        if drafter is None:
+            drafter = "auto" if self._auto and not how.trees else self.drafter
+        draft = self.make_drafter("none" if plain else drafter, trees=how.trees)
         if draft.trees and not how.trees:
             raise UsageError(
                 f"The rule '{how.name}' judges chains only; this drafter proposes trees.",
                 hint="Use --rule auto, rejection or coupled, or leave the tree out of --drafter.",
             )
-        policy = self.make_policy(draft, draft_length)
+        policy = self.make_policy(draft, draft_length, how)
         eos = self.tokenizer.eos_token_ids if self.tokenizer and not ignore_eos else frozenset()
         ends = eos | _stop_ids(stop_token_ids, self.model.vocab_size)
         ending = Transcript(
@@ -244,10 +391,11 @@ class Engine:
         # A cache that outlives this request must have room for the next one.
         capacity = limit if prefix is None else self.model.context_length
         prefix = prefix or Prefix()
+        cache = prefix.cache_for(self.model, draft, ids, capacity)
         session = Session(
             model=self.model,
-            cache=prefix.cache_for(self.model, ids, capacity),
-            draft=prefix.draft_for(draft, ids, capacity),
+            cache=cache,
+            draft=prefix.draft_for(draft, ids, capacity, cache),
             rule=how,
             policy=policy,
             law=values.law(ends, self.model.vocab_size),
@@ -301,6 +449,41 @@ class Engine:
             )
         return [int(token) for token in ids]
 
+    def _tuned(self, greedy: bool, drafter: Any, rule: Any, draft_length: Any) -> Choice | None:
+        """What ``outrider tune`` chose for this target on this machine, if it did, and if neither
+        the request nor the engine says otherwise."""
+        own = self._asked, self.rule, self.draft_length
+        asked = drafter, rule, draft_length
+        said = [mine if theirs is None else theirs for mine, theirs in zip(own, asked, strict=True)]
+        asks = not all(isinstance(one, str) and one == "auto" for one in said)
+        profile = None if asks or not self.follows_profile else self.profile
+        choice = profile.choice(greedy) if profile is not None else None
+        if choice is not None:
+            try:
+                self.make_drafter(choice.drafter)
+            except OutriderError as error:
+                raise UsageError(
+                    f"outrider tune chose --drafter {choice.drafter} for this target, which cannot "
+                    f"be had any more: {error.problem}",
+                    hint="Run outrider tune again, or outrider tune --forget.",
+                ) from error
+        return choice
+
+    @property
+    def profile(self) -> Profile | None:
+        """What ``outrider tune`` found for this target on this machine.
+
+        Raises
+        ------
+        UsageError
+            When its file is broken.
+        """
+        if not has_profiles():
+            return None
+        if self._profile is None:
+            self._profile = (find_profile(self.fingerprint(), self.model),)
+        return self._profile[0]
+
     def make_rule(self, sampling: Sampling, rule: str | Rule | None = None) -> Rule:
         """The rule for one request.
 
@@ -312,21 +495,58 @@ class Engine:
         return _rule(self.rule if rule is None else rule, sampling)
 
     def make_policy(
-        self, drafter: Drafter | None = None, draft_length: int | str | None = None
+        self,
+        drafter: Drafter | None = None,
+        draft_length: int | str | None = None,
+        rule: Rule | None = None,
     ) -> Policy:
-        """The draft-length policy for one request; it belongs to that request alone."""
+        """The draft-length policy for one request; it belongs to that request alone.
+
+        Where the text depends on what is drafted, that is under a rule that is not ``invariant``,
+        nothing is decided by what this machine's clock says.
+        """
+        draft = drafter or self.drafter
         length = self.draft_length if draft_length is None else draft_length
         if length == "auto":
-            length = (drafter or self.drafter).default_length
-        return _policy(length)
+            length = f"adaptive:{draft.default_length}" if draft.default_length else 0
+        return _policy(length, lambda: self.price(draft, rule))
 
-    def make_drafter(self, drafter: Any) -> Drafter:
-        """A drafter from a name, a transformers model or a drafter object."""
+    def price(self, drafter: Drafter | None = None, rule: Rule | None = None) -> Price:
+        """What rows of a pass and steps of a drafter cost here, measured when first asked for.
+
+        Nominal prices under a rule whose text depends on what is drafted.
+        """
+        if rule is None or not rule.invariant:
+            return NOMINAL
+        draft = drafter or self.drafter
+        if self._rows is None or self._rows[0] is not self.model:
+            self._rows = self.model, measure_rows(self.model)
+            self._prices.clear()
+        if id(draft) not in self._prices:  # the drafter is kept, so that its id stays its own
+            self._prices[id(draft)] = draft, with_steps(self._rows[1], self.model, draft)
+        return self._prices[id(draft)][1]
+
+    def make_drafter(self, drafter: Any, *, trees: bool = True) -> Drafter:
+        """A drafter from a name, a transformers model or a drafter object.
+
+        ``trees``: whether ``auto`` may be one that proposes trees.
+        """
         if isinstance(drafter, str):
+            if drafter == "auto":
+                drafter = self._default_drafter(trees)
             if drafter not in self._drafters:
                 made, argument = _drafter_class(drafter)
-                setting = Setting(self.model, self._load_draft)
+                setting = Setting(
+                    self.model,
+                    self._load_draft,
+                    self.tokenizer,
+                    self._load_any,
+                    self.make_drafter,
+                    self._load_head,
+                    self._load_parallel_heads,
+                )
                 self._drafters[drafter] = made.build(argument, setting)
+                self._tell_mismatches(self._drafters[drafter])
             drafter = self._drafters[drafter]
         elif isinstance(drafter, PreTrainedModel):
             drafter = ModelDrafter(HFModel(drafter))
@@ -344,8 +564,44 @@ class Engine:
         ready: Drafter = drafter
         return ready
 
+    def _default_drafter(self, trees: bool) -> str:
+        """The head that comes with the target, where it runs as the head knows it; else the text
+        itself is looked up."""
+        if getattr(self.model, "kind", "") == "int8" and shipped_head(self.model.name):
+            return "suffix:match=3+eagle" if trees else "suffix:match=3+eagle#chain"
+        return "ngram"
+
     def _load_draft(self, path: str) -> Model:
-        return load_draft(path, self.tokenizer, **self._load_options)
+        if path not in self._drafts:
+            self._drafts[path] = load_draft(path, self.tokenizer, **self._load_options)
+        # A model that was fitted to a target says to which one; others have nothing to say.
+        if (record := read_record(Path(path))) is not None:
+            self._check_head(Path(path), record)
+        return self._drafts[path]
+
+    def _load_head(self, path: str) -> Head:
+        return load_head(path, self.model, self._check_head)
+
+    def _load_parallel_heads(self, path: str) -> ParallelHeads:
+        return load_parallel_heads(path, self.model, self._check_head)
+
+    def _check_head(self, folder: Path, about: Mapping[str, Any]) -> None:
+        # Reading a target's fingerprint takes seconds the first time: not for a head without one.
+        target = self.fingerprint() if self.strict or about.get("target") else None
+        found = mismatch(folder, about, target, strict=self.strict)
+        if found is not None and self.strict:
+            raise found.error()
+        if found is not None:
+            self._mismatches.append(found)
+
+    def _tell_mismatches(self, drafter: Drafter) -> None:
+        """Once a drafter is whole, since what it is worth can be measured then."""
+        found, self._mismatches = self._mismatches, []
+        for one in found:
+            warnings.warn(one.warning(measure(self, drafter)), stacklevel=3)
+
+    def _load_any(self, path: str) -> tuple[Model, Tokenizer]:
+        return load_model(path, **self._load_options)
 
 
 def _adopt(model: Any, tokenizer: Any) -> tuple[Model, Tokenizer | None]:
@@ -371,6 +627,7 @@ def check_load(
     runtime: Any = "auto",
     dtype: Any = None,
     device: Any = None,
+    adapter_mode: Any = "merged",
     temperature: float = 0.0,
 ) -> None:
     """Raise ``UsageError`` for what is wrong in a request before minutes are spent on loading."""
@@ -380,9 +637,10 @@ def check_load(
         _check_offers(drafter, Drafter, "drafter")
     _rule(rule, Sampling(temperature=temperature))
     if draft_length != "auto":
-        _policy(draft_length)
+        _policy(draft_length, lambda: NOMINAL)
     if runtime != "auto":
         RUNTIMES.load(runtime)
+    check_adapter_mode(adapter_mode, runtime)
     parse_dtype(dtype)
     parse_device(device)
 
@@ -429,15 +687,21 @@ def _stop_ids(ids: Any, vocab_size: int) -> frozenset[int]:
 
 
 def _drafter_class(text: str) -> tuple[Any, str]:
-    """From ``name:argument`` to the drafter's class and the argument."""
-    name, _, argument = text.partition(":")
+    """From ``name:argument``, ``name#tree`` or ``a+b`` to the drafter's class and the argument."""
+    name = re.split("[:#]", text)[0]
+    argument = text[len(name) :].removeprefix(":")
+    if name != "mixed" and len(split_parts(text)) > 1:
+        name, argument = "mixed", text
+    if name == "mixed":
+        for part in filter(None, split_parts(argument)):
+            _drafter_class(part)
     if name == "auto":
         refuse_argument(name, argument)
         name = "ngram"
     return DRAFTERS.load(name), argument
 
 
-def _policy(length: Any) -> Policy:
+def _policy(length: Any, price: Callable[[], Price]) -> Policy:
     """From a number or ``name:argument`` to a policy of its own for one request."""
     if isinstance(length, bool) or not isinstance(length, int | str):
         raise SamplingError(
@@ -446,7 +710,8 @@ def _policy(length: Any) -> Policy:
     if isinstance(length, int):
         return Fixed(length)
     name, _, argument = length.partition(":")
-    made: Policy = POLICIES.load(name).build(argument)
+    policy = POLICIES.load(name)
+    made: Policy = policy.build(argument, price())
     return made
 
 

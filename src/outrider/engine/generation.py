@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from outrider.core.trace import Round, Trace
-from outrider.engine.round import Played, Session, play_round
+from outrider.engine.round import Played, Session, close, play_round
 from outrider.protocols import Progress
 
 __all__ = ["Ending", "FinishReason", "Generation", "Output", "Piece", "PieceOrigin"]
@@ -148,23 +148,44 @@ class Generation:
         )
 
     def _run(self) -> Iterator[Piece]:
-        s, trace = self.session, self.trace
-        # All but the last token: that one is scored in the first round, with a draft behind it,
-        # so the first token needs no code of its own.
-        started = perf_counter()
-        s.model.prefill(s.cache, s.tokens[s.cache.length : -1], self._progress)
-        trace.prefill_s = trace.total_s = perf_counter() - started
-        while self._ending.finish_reason is None:
+        self.feed()
+        while not self.finished:
             # Time that a slow reader takes between pieces is not the engine's, so it is not
             # counted: pieces are handed out when the round is over.
             started = perf_counter()
-            played = play_round(s)
-            pieces = self._commit(played)
-            record = self._book(played, pieces, perf_counter() - started)
-            s.policy.learn(played.proposal.depth, record.accepted)
-            if trace.ttft_s is None:
-                trace.ttft_s = trace.total_s
-            yield from pieces
+            yield from self.settle(play_round(self.session), started)
+
+    def feed(self, most: int | None = None) -> bool:
+        """Feed the prompt, or at most so many tokens more of it; whether all of it is in.
+
+        All but the last token: that one is scored in the first round, with a draft behind it, so
+        the first token needs no code of its own.
+        """
+        s, trace = self.session, self.trace
+        if trace.rounds:
+            return True
+        started = perf_counter()
+        left = s.tokens[s.cache.length : -1]
+        s.model.prefill(s.cache, left[:most], self._progress)
+        trace.prefill_s += perf_counter() - started
+        trace.total_s = trace.prefill_s
+        return most is None or len(left) <= most
+
+    @property
+    def finished(self) -> bool:
+        """Whether the output has come to its end."""
+        return self._ending.finish_reason is not None
+
+    def settle(self, played: Played, started: float) -> list[Piece]:
+        """Commit a round that began at ``started`` by the clock ``perf_counter``."""
+        pieces = self._commit(played)
+        self.session.policy.learn(played.proposal, played.verdict.path)
+        self._book(played, pieces, perf_counter() - started)
+        if self.trace.ttft_s is None:
+            self.trace.ttft_s = self.trace.total_s
+        if self.finished:
+            close(self.session)
+        return pieces
 
     def _commit(self, played: Played) -> list[Piece]:
         """Push emitted tokens one by one, as one-token decoding would, and stop where it would."""
@@ -184,7 +205,7 @@ class Generation:
                 break
         return pieces
 
-    def _book(self, played: Played, pieces: list[Piece], total_s: float) -> Round:
+    def _book(self, played: Played, pieces: list[Piece], total_s: float) -> None:
         accepted = sum(piece.origin == "accepted" for piece in pieces)
         own = len(pieces) - accepted
         rejected = played.verdict.kind == "correction"
@@ -200,4 +221,3 @@ class Generation:
         )
         self.trace.rounds.append(record)
         self.trace.total_s += total_s
-        return record

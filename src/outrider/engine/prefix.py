@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from outrider.core.sequences import common_prefix
+from outrider.drafters.beside import begin, new_cache, taps_of
 from outrider.engine.round import Session
 from outrider.protocols import Cache, Drafter, DraftSession, Model
 
@@ -21,8 +22,8 @@ class Prefix:
 
     def __init__(self) -> None:
         self._kept: tuple[Model, Cache, list[int]] | None = None
-        self._draft: tuple[Drafter, DraftSession] | None = None
-        self._lent: tuple[Drafter, DraftSession] | None = None
+        self._draft: tuple[Drafter, Cache, DraftSession] | None = None
+        self._lent: tuple[Drafter, Cache, DraftSession] | None = None
 
     def keep(self, session: Session) -> None:
         """Take a session's caches; call it when the session is over, whatever its end.
@@ -34,22 +35,29 @@ class Prefix:
         self._kept = session.model, cache, session.tokens[: cache.length]
         # Should it go on all the same, it must not write into what the next request reads.
         session.cache = session.model.new_cache(session.limit)
-        if self._lent is not None and self._lent[1] is session.draft:
+        if self._lent is not None and self._lent[2] is session.draft:
             self._draft = self._lent
 
-    def cache_for(self, model: Model, ids: Sequence[int], capacity: int) -> Cache:
+    def cache_for(self, model: Model, drafter: Drafter, ids: Sequence[int], capacity: int) -> Cache:
         """The cache to start from: rolled back to what ``ids`` has in common with it."""
         kept, self._kept = self._kept, None
-        if kept is None or kept[0] is not model:
-            return model.new_cache(capacity)
+        if kept is None or kept[0] is not model or taps_of(drafter) != _taps(kept[1]):
+            return new_cache(model, drafter, capacity)
         _, cache, tokens = kept
         cache.rollback(common_prefix(tokens, ids[:-1]))
         return cache
 
-    def draft_for(self, drafter: Drafter, ids: Sequence[int], capacity: int) -> DraftSession:
-        """The drafter's session, the earlier one if the drafter is the same."""
+    def draft_for(
+        self, drafter: Drafter, ids: Sequence[int], capacity: int, cache: Cache
+    ) -> DraftSession:
+        """The drafter's session, the earlier one if drafter and cache are the same."""
         lent, self._draft = self._draft, None
-        if lent is None or lent[0] is not drafter:
-            lent = drafter, drafter.start(ids, capacity)
+        if lent is None or lent[0] is not drafter or lent[1] is not cache:
+            lent = drafter, cache, begin(drafter, ids, capacity, cache)
         self._lent = lent
-        return lent[1]
+        return lent[2]
+
+
+def _taps(cache: Cache) -> tuple[int, ...]:
+    hidden = getattr(cache, "hidden", None)
+    return () if hidden is None else tuple(hidden.taps)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 
 import torch
@@ -16,9 +16,9 @@ from outrider.core.processors import Context, Law
 from outrider.core.proposal import ROOT, Proposal
 from outrider.core.verdict import Verdict
 from outrider.errors import ProposalError
-from outrider.protocols import Cache, DraftSession, Model, Pick, Policy, Rule
+from outrider.protocols import Cache, DraftSession, Model, Pacing, Pick, Policy, Rule
 
-__all__ = ["Played", "Session", "play_round"]
+__all__ = ["Drafted", "Played", "Session", "close", "draft", "judge", "play_round"]
 
 _MOST_PENDING = 32
 """A cache that goes back by snapshots leaves accepted tokens to be fed again; when so many
@@ -46,6 +46,19 @@ class Session:
     limit: int
     round: int = 0
     keep_logits: bool = False
+    pacing: Pacing | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.pacing = self.policy if isinstance(self.policy, Pacing) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """What a round wants scored: committed tokens that the cache lacks, and a proposal."""
+
+    pending: list[int]
+    proposal: Proposal
+    draft_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +84,53 @@ class Played:
 
 def play_round(s: Session) -> Played:
     """One round. The caller commits what it emits, or as much as the stop logic lets stand."""
-    position = len(s.tokens) - s.prompt_length
+    drafted = draft(s)
+    started = perf_counter()
+    logits = s.model.score(s.cache, drafted.pending, drafted.proposal)
+    if logits.is_cuda:
+        torch.cuda.synchronize(logits.device)
+    return judge(s, drafted, logits, perf_counter() - started)
+
+
+def draft(s: Session) -> Drafted:
+    """The first half of a round: what the target is to score after the cached tokens."""
+    started = perf_counter()
     pending = s.tokens[s.cache.length :]
     # The target adds one token of its own, so a draft may fill all but one of the places left.
     length = min(s.policy.length(), s.limit - len(s.tokens) - 1)
     if len(pending) > _MOST_PENDING:
         length = 0
+
+    proposal = s.draft.propose(s.tokens, length, _pick(s))
+    _check(proposal, length, s.model.vocab_size)
+    if s.pacing is not None:
+        proposal = s.pacing.trim(proposal)
+    return Drafted(pending, proposal, perf_counter() - started)
+
+
+def judge(s: Session, drafted: Drafted, logits: Float[Tensor, "rows V"], score_s: float) -> Played:
+    """The second half: what stands of the proposal, by the target's logits."""
+    proposal, position = drafted.proposal, len(s.tokens) - s.prompt_length
+
+    def target(node: int) -> Distribution:
+        context = Context([*s.tokens, *proposal.path_tokens(node)], s.prompt_length)
+        return s.law(context, logits[node - ROOT])
+
+    verdict = s.rule.judge(target, proposal, s.chooser, position, s.round)
+    s.cache.keep(len(s.tokens), verdict.path)
+    s.round += 1
+    kept = logits if s.keep_logits else None
+    return Played(proposal, verdict, drafted.draft_s, score_s, kept)
+
+
+def close(s: Session) -> None:
+    """Let the drafter see how the text ended: a call for nothing, as in a round without a draft."""
+    s.draft.propose(s.tokens, 0, _pick(s))
+
+
+def _pick(s: Session) -> Pick:
+    """How the drafter is to choose in this round, under the rule and the processors in force."""
+    position = len(s.tokens) - s.prompt_length
 
     def pick_law(logits: Float[Tensor, " Vq"], path: Sequence[int]) -> Distribution:
         context = Context([*s.tokens, *path], s.prompt_length)
@@ -90,26 +144,14 @@ def play_round(s: Session) -> Played:
     ) -> list[tuple[int, Distribution | None]]:
         return s.rule.siblings(q, count, s.chooser, position + depth, s.round, node, droppable)
 
-    started = perf_counter()
-    pick = Pick(pick_law, pick_token, pick_siblings)
-    proposal = s.draft.propose(s.tokens, length, pick)
-    _check(proposal, length, s.model.vocab_size)
+    def rank(logits: Float[Tensor, " Vq"], path: Sequence[int]) -> Distribution:
+        context = Context([*s.tokens, *path], s.prompt_length)
+        return ranked(context, _widen(logits, s.model.vocab_size))
 
-    drafted = perf_counter()
-    logits = s.model.score(s.cache, pending, proposal)
-    if logits.is_cuda:
-        torch.cuda.synchronize(logits.device)
-    scored = perf_counter()
-
-    def target(node: int) -> Distribution:
-        context = Context([*s.tokens, *proposal.path_tokens(node)], s.prompt_length)
-        return s.law(context, logits[node - ROOT])
-
-    verdict = s.rule.judge(target, proposal, s.chooser, position, s.round)
-    s.cache.keep(len(s.tokens), verdict.path)
-    s.round += 1
-    kept = logits if s.keep_logits else None
-    return Played(proposal, verdict, drafted - started, scored - drafted, kept)
+    # At temperature 0 the law holds the best token alone; a tree asks for the next best too.
+    ranked = s.law.without_choice()
+    greedy = s.law.greedy and s.rule.name == "greedy"
+    return Pick(pick_law, pick_token, pick_siblings, rank if greedy else pick_law, s.pacing)
 
 
 def _widen(logits: Float[Tensor, " Vq"], vocab_size: int) -> Float[Tensor, " V"]:

@@ -28,6 +28,7 @@ from transformers.generation import (
 
 from outrider.core.chooser import SeededChooser
 from outrider.core.processors import Context, Law, Sampling
+from outrider.drafters.beside import begin, new_cache
 from outrider.engine.engine import Engine
 from outrider.engine.generation import FinishReason, Generation
 from outrider.engine.round import Session
@@ -204,10 +205,10 @@ class _Row:
         drafter = self._engine.drafter
         session = Session(
             model=model,
-            cache=model.new_cache(limit),
-            draft=drafter.start(self._prompt, limit),
-            rule=self._engine.make_rule(sampling),
-            policy=self._engine.make_policy(),
+            cache=(cache := new_cache(model, drafter, limit)),
+            draft=begin(drafter, self._prompt, limit, cache),
+            rule=(rule := self._engine.make_rule(sampling)),
+            policy=self._engine.make_policy(rule=rule),
             law=Law([self._process], greedy=sampling.greedy),
             chooser=SeededChooser(int(torch.randint(2**62, ())) if config.do_sample else 0),
             tokens=list(self._prompt),

@@ -1,0 +1,93 @@
+"""What rows of the target's pass and steps of a drafter cost on this machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import median
+from time import perf_counter
+
+from outrider.core.distribution import Distribution
+from outrider.core.price import NOMINAL, Price
+from outrider.core.proposal import Proposal
+from outrider.drafters.beside import begin, new_cache
+from outrider.protocols import Drafter, Model, Pick
+
+__all__ = ["measure_rows", "with_steps"]
+
+_ROWS = (1, 2, 4, 8, 16)
+_CONTEXT = 64
+_PERIOD = 7
+_TURNS = 5
+_NETWORKS = ("model", "head", "heads")
+"""What a drafter has whose steps take time; looking something up takes next to none."""
+
+_LONGEST_S = 0.5
+"""Of measuring, after one turn over all numbers of rows: a large model is measured once."""
+
+_LEAST_S = 1e-3
+"""Passes shorter than this are a toy's, and what their times tell is the machine's noise."""
+
+
+def measure_rows(model: Model) -> Price:
+    """The price of rows: medians of a few passes of each kind, in turns, on a cache of their own.
+
+    Nominal where a pass takes no time to speak of, or where the model scores no blocks.
+    """
+    if model.rollback != "length" or model.context_length < _CONTEXT + max(_ROWS) + 1:
+        return NOMINAL
+    seconds = _seconds(model, _ROWS)
+    return Price.measured(seconds) if seconds[1] >= _LEAST_S else NOMINAL
+
+
+def with_steps(price: Price, model: Model, drafter: Drafter) -> Price:
+    """The same with a step of the drafter, or of each part of a mixed one."""
+    if price is NOMINAL or drafter.name == "none":
+        return price
+    parts: tuple[Drafter, ...] = getattr(drafter, "parts", (drafter,))
+    slow = [part for part in parts if any(hasattr(part, name) for name in _NETWORKS)]
+    if not slow:
+        return price
+    one = _seconds(model, (1,))[1]
+    return replace(price, steps={part.name: _step_seconds(model, part) / one for part in slow})
+
+
+def _step_seconds(model: Model, drafter: Drafter) -> float:
+    """Of a proposal of one token, after a text that repeats itself and grows by one each time."""
+    text = [i % min(_PERIOD, model.vocab_size) for i in range(_CONTEXT + _TURNS + 1)]
+    cache = new_cache(model, drafter, len(text) + 1)
+    session = begin(drafter, text[:_CONTEXT], len(text) + 1, cache)
+    times = []
+    for n in range(_CONTEXT, len(text)):
+        model.prefill(cache, text[cache.length : n - 1], None)
+        started = perf_counter()
+        session.propose(text[:n], 1, _SIMPLE)
+        times.append(perf_counter() - started)
+    return median(times[1:])  # the first one feeds the whole text
+
+
+def _best(q: Distribution, *where: int) -> tuple[int, None]:
+    return q.argmax(), None
+
+
+_SIMPLE = Pick(
+    lambda logits, path: Distribution.softmax(logits.float()),
+    _best,
+    lambda q, count, *where: [(token, None) for token in q.most_probable(count)],
+)
+"""A choice without processors, which costs what any does."""
+
+
+def _seconds(model: Model, rows: tuple[int, ...]) -> dict[int, float]:
+    cache = model.new_cache(_CONTEXT + max(rows) + 1)
+    model.prefill(cache, [0] * _CONTEXT, None)
+    found: dict[int, list[float]] = {n: [] for n in rows}
+    began = perf_counter()
+    for turn in range(_TURNS):
+        for n in rows:
+            started = perf_counter()
+            model.score(cache, [0], Proposal.chain([0] * (n - 1)))
+            found[n].append(perf_counter() - started)
+            cache.rollback(_CONTEXT)
+        if perf_counter() - began > _LONGEST_S and turn:
+            break
+    return {n: median(times) for n, times in found.items()}
