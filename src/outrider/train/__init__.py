@@ -1,0 +1,1 @@
+"""Fitting a draft to its target: data, losses, trainer, export."""
