@@ -14,6 +14,7 @@ from scipy.sparse import coo_array
 from outrider.core.chooser import Chooser, enumerate_outcomes
 from outrider.core.processors import Context, Law
 from outrider.core.proposal import Proposal
+from outrider.drafters.beside import begin, new_cache
 from outrider.engine.round import Session, play_round
 from outrider.models.toy import ToyModel
 from outrider.policies.fixed import Fixed
@@ -68,8 +69,8 @@ def acceptance(
     def program(chooser: Chooser) -> tuple[int, Proposal]:
         session = Session(
             model=target,
-            cache=target.new_cache(limit),
-            draft=drafter.start(prompt, limit),
+            cache=(cache := new_cache(target, drafter, limit)),
+            draft=begin(drafter, prompt, limit, cache),
             rule=rule,
             policy=Fixed(draft_length),
             law=law,

@@ -13,6 +13,7 @@ import torch
 from outrider.core.chooser import Chooser, SeededChooser, enumerate_outcomes
 from outrider.core.processors import Context, Law, Sampling
 from outrider.core.trace import Trace
+from outrider.drafters.beside import begin, new_cache
 from outrider.engine.engine import Engine
 from outrider.engine.generation import Generation, Output
 from outrider.engine.round import Session
@@ -95,8 +96,8 @@ def exact_law(
         limit = len(prompt) + max_tokens
         session = Session(
             model=target,
-            cache=target.new_cache(limit),
-            draft=drafter.start(prompt, limit),
+            cache=(cache := new_cache(target, drafter, limit)),
+            draft=begin(drafter, prompt, limit, cache),
             rule=rule,
             policy=policy() if policy else Fixed(draft_length),
             law=law or Law(),

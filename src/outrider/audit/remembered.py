@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float
@@ -12,7 +13,7 @@ from torch import Tensor
 from outrider.core.proposal import Proposal
 from outrider.core.sequences import common_prefix
 from outrider.models.toy import ContextModel, ToyCache
-from outrider.protocols import Cache, Model
+from outrider.protocols import Cache, Model, TappedModel
 
 __all__ = ["Remembered"]
 
@@ -52,6 +53,22 @@ class Remembered(ContextModel):
         self._most = max(64, memory_bytes // (4 * model.vocab_size))
         self._cache: Cache = model.new_cache(model.context_length)
         self._held: list[int] = []
+        self._hidden: dict[tuple[int, ...], _Hidden] = {}
+        if isinstance(model, TappedModel):
+            self.layers, self.hidden_size = model.layers, model.hidden_size
+
+    def new_cache(self, capacity: int, taps: tuple[int, ...] = ()) -> ToyCache:
+        """An empty cache; with taps, hidden states are remembered by their context too."""
+        cache = ToyCache(capacity)
+        if taps:
+            if taps not in self._hidden:
+                self._hidden[taps] = _Hidden(self._model, taps)
+            cache.hidden = _HiddenOf(cache, self._hidden[taps])
+        return cache
+
+    def make_head(self, weights: Any) -> Any:
+        """The model's own."""
+        return cast(TappedModel, self._model).make_head(weights)
 
     def score(
         self, cache: ToyCache, tokens: Sequence[int], proposal: Proposal
@@ -76,3 +93,37 @@ class Remembered(ContextModel):
         self._cache.keep(len(tokens), ())
         self._held = list(tokens[: self._cache.length])
         return rows
+
+
+class _Hidden:
+    """The hidden states of one choice of layers after each context that was asked for."""
+
+    def __init__(self, model: Any, taps: tuple[int, ...]) -> None:
+        self.taps = taps
+        self._model = model
+        self._cache = model.new_cache(model.context_length, taps)
+        self._held: list[int] = []
+        self._rows: dict[tuple[int, ...], Float[Tensor, " widths"]] = {}
+
+    def after(self, tokens: tuple[int, ...]) -> Float[Tensor, "n widths"]:
+        """A row after each of the tokens; those that are not known come from one pass."""
+        if tokens not in self._rows:
+            self._cache.rollback(common_prefix(self._held, tokens))
+            self._model.prefill(self._cache, tokens[self._cache.length :], None)
+            self._held = list(tokens)
+            for n, row in enumerate(self._cache.hidden.first(len(tokens)), 1):
+                self._rows.setdefault(tokens[:n], row.clone())
+        return torch.stack([self._rows[tokens[: n + 1]] for n in range(len(tokens))])
+
+
+class _HiddenOf:
+    """What is set aside for one cache's tokens."""
+
+    def __init__(self, cache: ToyCache, hidden: _Hidden) -> None:
+        self.taps = hidden.taps
+        self._cache = cache
+        self._states = hidden
+
+    def first(self, length: int) -> Float[Tensor, "length widths"]:
+        """Of the first tokens."""
+        return self._states.after(tuple(self._cache.tokens[:length]))

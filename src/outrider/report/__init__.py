@@ -1,5 +1,6 @@
-"""What an audit found, as a page to keep and to hand on.
+"""What was found and measured, as pages to keep and to hand on.
 
-``audit`` lays the page out, ``wording`` says in words what was and what could not be seen, and
-``pictures`` draws the laws.
+``audit`` and ``bench`` lay pages out, ``wording`` and ``verdicts`` say in words what was found,
+``pictures``, ``gallery`` and ``bench_pictures`` draw, ``figures`` has the numbers behind a
+benchmark's pictures, and ``page`` and ``svg`` are what they share.
 """

@@ -7,28 +7,15 @@ from __future__ import annotations
 
 import base64
 import json
-import os
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 from outrider.errors import UsageError
 from outrider.report import pictures, wording
+from outrider.report.page import Markup, render, write_page
 from outrider.report.wording import Result
-
-try:
-    from jinja2 import Environment, StrictUndefined
-    from markupsafe import Markup
-except ModuleNotFoundError as error:
-    raise UsageError(
-        "A report needs jinja2, which is not installed.",
-        hint="Run: pip install outrider[report]",
-    ) from error
 
 __all__ = ["audit_page", "write_page"]
 
@@ -89,18 +76,16 @@ def audit_page(
     words = names or dict(texts or {})
     headline, sign = wording.HEADLINES[result["verdict"]]
     data = json.dumps(result, ensure_ascii=False, indent=1).encode("utf-8", "backslashreplace")
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters |= {
+    filters: dict[str, Callable[..., Any]] = {
         "percent": wording.percent,
         "number": wording.number,
         "seen": lambda text: wording.visible(str(text)),
         "label": lambda tokens: wording.label(tokens, words, _WIDE),
         "one": lambda token: "⟨end⟩" if token is None else wording.label([token], words, _WIDE),
     }
-    source = files("outrider.report").joinpath("audit.html.j2").read_text(encoding="utf-8")
-    page = environment.from_string(source).render(
+    return render(
+        "audit.html.j2",
+        filters=filters,
         result=result,
         headline=headline,
         sign=sign,
@@ -121,40 +106,6 @@ def audit_page(
         data=data.decode(),
         data_base64=base64.b64encode(data).decode(),
     )
-    # A lone surrogate, as in an argument that was not UTF-8, must not make the page unwritable.
-    return page.encode("utf-8", "backslashreplace").decode()
-
-
-def write_page(path: str | os.PathLike[str], html: str) -> None:
-    """Write a page whole or not at all: beside its place first, then into it.
-
-    Raises
-    ------
-    UsageError
-        When the folder does not exist, or the file cannot be written there.
-    """
-    place = Path(path)
-    if not place.parent.is_dir():
-        raise UsageError(
-            f"The folder '{place.parent}' does not exist.", hint="Make it, or choose another file."
-        )
-    beside = ""
-    try:
-        handle, beside = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name}.")
-        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
-            file.write(html)
-        # A temporary file is its owner's alone; a page is as readable as any other new file.
-        mask = os.umask(0)
-        os.umask(mask)
-        Path(beside).chmod(0o666 & ~mask)
-        Path(beside).replace(place)
-    except OSError as error:
-        if beside:
-            with suppress(OSError):
-                Path(beside).unlink()
-        raise UsageError(
-            f"'{place}' cannot be written: {error.strerror}.", hint="Choose another file."
-        ) from error
 
 
 def _level(result: Result) -> float:

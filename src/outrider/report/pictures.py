@@ -1,39 +1,34 @@
-"""The pictures of a report: SVG to put into a page, in the page's own colours and fonts.
-
-matplotlib draws them. What it writes is then made fit to stand beside others in one page: ids get
-a prefix, colours become the page's CSS variables, so that a dark page has dark pictures, and
-fonts become the page's.
-"""
+"""The pictures of an audit: laws, differences, and what would be seen."""
 
 from __future__ import annotations
 
-import io
 import math
-import re
-import unicodedata
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-from xml.etree import ElementTree
 
-from outrider.errors import UsageError
-
-try:
-    import matplotlib
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
-except ModuleNotFoundError as error:
-    raise UsageError(
-        "A report needs matplotlib, which is not installed.",
-        hint="Run: pip install outrider[report]",
-    ) from error
+from outrider.report.svg import (
+    ALARM,
+    CHARACTER,
+    DOUBT,
+    INK,
+    LINE,
+    MONO,
+    MUTED,
+    OURS,
+    PLAIN,
+    FixedLocator,
+    FuncFormatter,
+    MaxNLocator,
+    NullLocator,
+    columns,
+    sketch,
+)
 
 __all__ = [
     "Interval",
     "Pair",
     "Part",
-    "columns",
     "gaps",
     "intervals",
     "law",
@@ -46,37 +41,7 @@ __all__ = [
 WIDTH = 360
 """Of every picture, in its own units: about as many CSS pixels on a phone."""
 
-_INK, _MUTED, _LINE = "#010101", "#020202", "#030303"
-_PLAIN, _OURS, _ALARM, _TIE = "#040404", "#050505", "#060606", "#070707"
-# Stand-ins, which no drawing uses by chance, and the page's variables that take their place.
-_VARIABLES = {
-    _INK: "var(--ink)",
-    _MUTED: "var(--muted)",
-    _LINE: "var(--line)",
-    _PLAIN: "var(--plain)",
-    _OURS: "var(--ours)",
-    _ALARM: "var(--alarm)",
-    _TIE: "var(--doubt)",
-}
-_SETTINGS: dict[Any, Any] = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "outrider",
-    "text.parse_math": False,  # a token may well be "$\\frac{"
-    "font.family": "DejaVu Sans",
-    "font.size": 11.5,
-    "text.color": _INK,
-    "axes.edgecolor": _LINE,
-    "axes.labelcolor": _MUTED,
-    "xtick.color": _MUTED,
-    "ytick.color": _INK,
-    "axes.linewidth": 0.8,
-    "axes.unicode_minus": True,
-}
-_MONO = "DejaVu Sans Mono"
-_CHARACTER = 6.93  # width of a character of that font at 11.5 units
 _ROW = 19.0
-_SVG = "http://www.w3.org/2000/svg"
-_XLINK = "http://www.w3.org/1999/xlink"
 
 Axes = Any
 
@@ -127,8 +92,8 @@ def law(pairs: Sequence[Pair], *, key: str, alt: str) -> str:
     def draw(axes: Axes) -> None:
         rows = range(len(pairs))
         sides = (
-            (-0.19, _PLAIN, [p.plain for p in pairs], [2 * p.plain_error for p in pairs]),
-            (0.19, _OURS, [p.ours for p in pairs], [2 * p.ours_error for p in pairs]),
+            (-0.19, PLAIN, [p.plain for p in pairs], [2 * p.plain_error for p in pairs]),
+            (0.19, OURS, [p.ours for p in pairs], [2 * p.ours_error for p in pairs]),
         )
         for shift, colour, values, errors in sides:
             at = [row + shift for row in rows]
@@ -136,7 +101,7 @@ def law(pairs: Sequence[Pair], *, key: str, alt: str) -> str:
             if any(errors):
                 low = [max(0.0, v - e) for v, e in zip(values, errors, strict=True)]
                 high = [v + e for v, e in zip(values, errors, strict=True)]
-                axes.hlines(at, low, high, color=_INK, linewidth=0.9)
+                axes.hlines(at, low, high, color=INK, linewidth=0.9)
         axes.set_xlim(left=0.0)
         axes.xaxis.set_major_locator(MaxNLocator(4))
         axes.xaxis.set_major_formatter(FuncFormatter(_percent))
@@ -148,9 +113,9 @@ def intervals(rows: Sequence[Interval], *, mark: float, key: str, alt: str) -> s
     """A forest plot with a line at ``mark``; ``key`` and ``alt`` as in ``law``."""
 
     def draw(axes: Axes) -> None:
-        axes.axvline(mark, color=_MUTED, linewidth=0.9, dashes=(3, 3))
+        axes.axvline(mark, color=MUTED, linewidth=0.9, dashes=(3, 3))
         for at, row in enumerate(rows):
-            colour = _ALARM if row.alarm else _INK
+            colour = ALARM if row.alarm else INK
             axes.hlines([at], [row.low], [row.high], color=colour, linewidth=1.6)
             axes.plot([row.estimate], [at], "o", color=colour, markersize=5, clip_on=False)
         axes.set_xlim(0.0, min(1.0, 1.06 * max(mark, *(row.high for row in rows))))
@@ -166,10 +131,10 @@ def seen(rows: Sequence[tuple[str, float]], *, marks: Sequence[float], key: str,
     def draw(axes: Axes) -> None:
         low = min(0.005, *(least for _, least in rows)) / 1.3
         for mark in marks:
-            axes.axvline(mark, color=_MUTED, linewidth=0.9, dashes=(3, 3))
+            axes.axvline(mark, color=MUTED, linewidth=0.9, dashes=(3, 3))
         for at, (_, least) in enumerate(rows):
-            axes.hlines([at], [low], [least], color=_LINE, linewidth=5)
-            axes.hlines([at], [least], [1.0], color=_INK, linewidth=5)
+            axes.hlines([at], [low], [least], color=LINE, linewidth=5)
+            axes.hlines([at], [least], [1.0], color=INK, linewidth=5)
         axes.set_xscale("log")
         axes.set_xlim(low, 1.0)
         ticks = [t for t in (1e-4, 1e-3, *marks, 0.2, 1.0) if t >= low]
@@ -188,11 +153,11 @@ def strip(rows: Sequence[tuple[str, Sequence[float]]], *, mark: float, key: str,
     zero, least, most = 1e-20, 1e-19, 1.0
 
     def draw(axes: Axes) -> None:
-        axes.axvline(mark, color=_MUTED, linewidth=0.9, dashes=(3, 3))
+        axes.axvline(mark, color=MUTED, linewidth=0.9, dashes=(3, 3))
         for at, (_, values) in enumerate(rows):
             for colour, some in (
-                (_INK, [v for v in values if v <= mark]),
-                (_ALARM, [v for v in values if v > mark]),
+                (INK, [v for v in values if v <= mark]),
+                (ALARM, [v for v in values if v > mark]),
             ):
                 where = [max(least, v) if v else zero for v in some]
                 axes.plot(where, [at] * len(where), "|", color=colour, markersize=11, clip_on=False)
@@ -209,7 +174,7 @@ def strip(rows: Sequence[tuple[str, Sequence[float]]], *, mark: float, key: str,
 
 def parts(rows: Sequence[Part], *, key: str, alt: str) -> str:
     """One bar of all outputs, divided by what became of them."""
-    colours = {"equal": _INK, "tie": _TIE, "different": _ALARM}
+    colours = {"equal": INK, "tie": DOUBT, "different": ALARM}
 
     def draw(axes: Axes) -> None:
         left = 0
@@ -237,13 +202,13 @@ def gaps(points: Sequence[tuple[int, float, bool]], *, mark: float, key: str, al
     positions = sorted({position for position, _, _ in points})
 
     def draw(axes: Axes) -> None:
-        axes.axvline(mark, color=_MUTED, linewidth=0.9, dashes=(3, 3))
+        axes.axvline(mark, color=MUTED, linewidth=0.9, dashes=(3, 3))
         for position, gap, tie in points:
             axes.plot(
                 [abs(gap)],
                 [positions.index(position)],
                 "o" if tie else "D",
-                color=_TIE if tie else _ALARM,
+                color=DOUBT if tie else ALARM,
                 markersize=5,
                 clip_on=False,
             )
@@ -257,80 +222,28 @@ def _percent(value: float, _: Any = None) -> str:
     return f"{100 * value:.3g} %" if value else "0"
 
 
-def columns(text: str) -> int:
-    """Columns that a text takes in a fixed-width font.
-
-    >>> columns("ab"), columns("日本")
-    (2, 4)
-    """
-    return sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
-
-
 def _picture(
     labels: Sequence[str], draw: Callable[[Axes], None], *, key: str, alt: str, row: float = _ROW
 ) -> str:
     """Rows with labels at the left, an axis below, and whatever ``draw`` puts there."""
     height = row * len(labels) + 32
-    left = min(0.48 * WIDTH, 14 + _CHARACTER * max(columns(label) for label in labels))
-    with matplotlib.rc_context(_SETTINGS), warnings.catch_warnings():
-        # The browser has glyphs that matplotlib's font lacks.
-        warnings.filterwarnings("ignore", message="Glyph .* missing from")
-        figure = Figure(figsize=(WIDTH / 72, height / 72))
+    left = min(0.48 * WIDTH, 14 + CHARACTER * max(columns(label) for label in labels))
+
+    def place(figure: Any) -> None:
         axes = figure.add_axes(
             (left / WIDTH, 26 / height, 1 - (left + 20) / WIDTH, 1 - 32 / height)
         )
         draw(axes)
         axes.set_ylim(len(labels) - 0.5, -0.5)
-        axes.set_yticks(range(len(labels)), labels, fontfamily=_MONO)
+        axes.set_yticks(range(len(labels)), labels, fontfamily=MONO)
         axes.tick_params(axis="y", length=0, pad=5)
         axes.tick_params(axis="x", length=3, labelsize=10.5)
-        axes.grid(axis="x", color=_LINE, linewidth=0.6)
+        axes.grid(axis="x", color=LINE, linewidth=0.6)
         axes.set_axisbelow(True)
         for side in ("top", "right", "bottom"):
             axes.spines[side].set_visible(False)
-        written = io.StringIO()
-        figure.savefig(written, format="svg", transparent=True, metadata={"Date": None})
-    return _fit(written.getvalue(), key=key, alt=alt)
 
-
-def _fit(svg: str, *, key: str, alt: str) -> str:
-    """The drawing, made to stand in a page beside others."""
-    ElementTree.register_namespace("", _SVG)
-    ElementTree.register_namespace("xlink", _XLINK)
-    # Written by matplotlib a moment ago, with every text escaped: nothing foreign is parsed.
-    root = ElementTree.fromstring(svg)
-    for parent in list(root.iter()):
-        for child in list(parent):
-            # Metadata names addresses; the style would hold for the whole page.
-            if child.tag in (f"{{{_SVG}}}metadata", f"{{{_SVG}}}style"):
-                parent.remove(child)
-    for element in root.iter():
-        for name, value in list(element.attrib.items()):
-            if name == "id":
-                element.set(name, key + value)
-            elif name == f"{{{_XLINK}}}href":
-                element.set(name, value.replace("#", f"#{key}", 1))
-            elif name == "clip-path":
-                element.set(name, value.replace("url(#", f"url(#{key}", 1))
-            elif name == "style":
-                element.set(name, _restyle(value, key))
-    for name in ("width", "height", "version"):
-        root.attrib.pop(name, None)
-    root.set("class", "picture")
-    root.set("role", "img")
-    root.set("aria-label", alt)
-    root.set("stroke-linejoin", "round")
-    return ElementTree.tostring(root, encoding="unicode")
-
-
-def _restyle(style: str, key: str) -> str:
-    for colour, variable in _VARIABLES.items():
-        style = style.replace(colour, variable)
-    style = style.replace("url(#", f"url(#{key}")
-    family = "var(--mono)" if _MONO in style else "var(--sans)"
-    # matplotlib before 3.10 wrote the short form.
-    style = re.sub(r"(font: [^;]*?px) [^;]*", rf"\1 {family}", style)
-    return re.sub(r"font-family: [^;]*", f"font-family: {family}", style)
+    return sketch(WIDTH, height, place, key=key, alt=alt)
 
 
 def standard_error(frequency: float, samples: float) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from outrider.report.pictures import columns
+from outrider.report.svg import columns
 
 __all__ = [
     "HEADLINES",
@@ -26,6 +26,7 @@ HEADLINES = {
     "consistent": ("Consistent", "="),
     "different": ("Different", "≠"),
     "not enough samples": ("Not enough samples", "?"),
+    "nothing tested": ("Nothing tested", "∅"),
     "not exact by design": ("Not exact by design", "≁"),
 }
 """For each verdict its headline and its sign."""

@@ -7,10 +7,10 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
 
 from outrider.audit.endpoints.answers import Answer, Side, Task, malformed, read_answer
 from outrider.audit.endpoints.pace import LONGEST_HOLD_S, Pace, retry_after
+from outrider.engine.servers import base_url
 from outrider.errors import EndpointError, UsageError
 
 try:
@@ -36,37 +36,6 @@ _HINTS = {
     403: "Check the API key.",
     404: "Check the URL and the model's name.",
 }
-
-
-def base_url(url: str) -> str:
-    """A server's URL without a trailing ``/v1``.
-
-    Raises
-    ------
-    UsageError
-        When it is not a plain http or https URL. What follows a ``?`` or stands before an ``@``
-        is often a key, and keys are kept out of logs.
-
-    >>> base_url("http://localhost:8000/v1/")
-    'http://localhost:8000'
-    """
-    hint = "Example: http://localhost:8000/v1"
-    try:
-        parts = urlsplit(url)
-        valid = bool(parts.scheme in ("http", "https") and parts.hostname and parts.port != 0)
-        httpx2.URL(url)
-    except (ValueError, httpx2.InvalidURL):
-        valid = False
-    if not valid:
-        raise UsageError(
-            "An endpoint is the http or https URL of a server; got another.", hint=hint
-        )
-    if parts.query or parts.fragment or "@" in parts.netloc:
-        raise UsageError(
-            "An endpoint's URL has a user, a query or a fragment; none was expected.",
-            hint=f"Give a key as the API key. {hint}",
-        )
-    return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 class StoppedError(Exception):

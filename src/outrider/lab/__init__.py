@@ -1,0 +1,1 @@
+"""Measuring: what speculation costs and gains on this machine, and what pays best."""
