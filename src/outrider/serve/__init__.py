@@ -1,0 +1,1 @@
+"""An OpenAI-style server over the batch engine; needs the extra ``serve``."""
