@@ -15,16 +15,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli import options as o
+from outrider.cli.places import check_place
 from outrider.errors import PromptError, UsageError
+from outrider.lab.configuration import parse_length
 
 if TYPE_CHECKING:
     from outrider.cli.screen import Screen
 
 app = typer.Typer()
 
-_PROMPT = "The best thing about this town is"
+_PROMPT = "Monday is good. Tuesday is good. Wednesday is"  # repeats itself: lookups draft
 _TOY_PROMPT = "aaa"  # letters that every toy has
-_EXIT = {"consistent": 0, "different": 1, "not exact by design": 1, "not enough samples": 3}
+_EXIT = {
+    "consistent": 0, "different": 1, "not exact by design": 1, "not enough samples": 3,
+    "nothing tested": 3,
+}  # fmt: skip
 _LOOKS = 6
 _SERVERS = "Servers"
 
@@ -38,7 +43,10 @@ def audit(
         typer.Option("--prompt", help="A text to continue, may be repeated; one is built in."),
     ] = None,
     target: o.TargetName = "smollm2-135m",
+    adapter: o.Adapter = None,
+    adapter_mode: o.AdapterMode = "merged",
     drafter: o.DrafterName = "auto",
+    strict: o.Strict = False,
     rule: o.RuleName = "auto",
     draft_length: o.DraftLength = "auto",
     samples: Annotated[
@@ -114,7 +122,8 @@ def audit(
     --endpoint and --against two servers of OpenAI's protocol are compared; a key for them is
     taken from OUTRIDER_API_KEY.
 
-    Exit codes: 0 consistent, 1 different or not exact by design, 3 not enough samples.
+    Exit codes: 0 consistent, 1 different or not exact by design, 3 not enough samples, or nothing
+    tested because nothing was drafted.
     """
     from outrider.cli.generate import check_request
     from outrider.cli.screen import Screen
@@ -137,17 +146,13 @@ def audit(
             "--endpoint and --against go together; got one of them.",
             hint="Name the server that speculates and one that does not.",
         )
-    length = o.parse_draft_length(draft_length)
+    length = parse_length(draft_length)
     import outrider.audit.statistics  # tells a missing scipy
 
     if page is not None:
         import outrider.report.audit  # noqa: F401, tells a missing jinja2 or matplotlib
 
-        if not page.parent.is_dir():
-            raise UsageError(
-                f"The folder '{page.parent}' does not exist.",
-                hint="Make it, or choose another file.",
-            )
+        check_place(page)
     screen = Screen()
     toy = endpoint is None and target.partition(":")[0] == "toy"
     texts = prompt or [_TOY_PROMPT if toy else _PROMPT]
@@ -181,6 +186,9 @@ def audit(
             runtime=runtime,
             dtype=dtype,
             device=device,
+            adapter=adapter,
+            adapter_mode=adapter_mode,
+            strict=strict,
             temperature=values.temperature,
         )
         if remember:
@@ -199,6 +207,7 @@ def audit(
                 screen, engine, [engine.encode(text) for text in texts], samples, chosen.name,
                 request, seed=seed, alpha=alpha, looks=_LOOKS if sequential else 1,
             )  # fmt: skip
+        result |= _idle(result)
         tokens = {
             token: engine.tokenizer.decode([token])
             for token in set(_token_ids(result))
@@ -217,6 +226,18 @@ def audit(
         if page is not None:
             screen.err.print(f"The page is in {page}.", markup=False)
     raise typer.Exit(_EXIT[result["verdict"]])
+
+
+def _idle(result: dict[str, Any]) -> dict[str, Any]:
+    """A rule that never saw a draft was not put to the test, whatever the samples say."""
+    if result.get("drafted_tokens") != 0 or result["verdict"] == "different":
+        return {}
+    idle = "Nothing was drafted, so the rule was not put to the test."
+    if result["drafter"] == "none":  # as was asked for
+        return {"sentence": f"{result['sentence']} {idle}"}
+    hint = "Give prompts on which it drafts: for a lookup, such as repeat themselves (--prompt)."
+    sentence = f"Nothing tested by '{result['drafter']}': {idle} {hint} {result['sentence']}"
+    return {"verdict": "nothing tested", "sentence": sentence}
 
 
 def _not_exact(rule: str) -> dict[str, Any]:

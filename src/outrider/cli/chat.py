@@ -9,6 +9,7 @@ import typer
 
 from outrider.cli import options as o
 from outrider.errors import OutriderError, PromptError
+from outrider.lab.configuration import parse_length
 
 app = typer.Typer()
 
@@ -20,7 +21,10 @@ _HELP = "/reset forgets the conversation, /quit leaves; Ctrl-C breaks off an ans
 def chat(
     *,
     target: o.TargetName = "smollm2-135m",
+    adapter: o.Adapter = None,
+    adapter_mode: o.AdapterMode = "merged",
     drafter: o.DrafterName = "auto",
+    strict: o.Strict = False,
     rule: o.RuleName = "auto",
     draft_length: o.DraftLength = "auto",
     max_tokens: o.MaxTokens = 512,
@@ -43,10 +47,13 @@ def chat(
         target,
         drafter=drafter,
         rule=rule,
-        draft_length=o.parse_draft_length(draft_length),
+        draft_length=parse_length(draft_length),
         runtime=runtime,
         dtype=dtype,
         device=device,
+        adapter=adapter,
+        adapter_mode=adapter_mode,
+        strict=strict,
         temperature=sampling["temperature"],
     )
     if not engine.tokenizer.has_chat_template:

@@ -11,6 +11,7 @@ import typer
 
 from outrider.cli import options as o
 from outrider.errors import PromptError, UsageError
+from outrider.lab.configuration import parse_length
 
 app = typer.Typer()
 
@@ -23,7 +24,10 @@ def generate(
     *,
     prompt: Annotated[str, typer.Argument(help="What to ask; - reads standard input.")],
     target: o.TargetName = "smollm2-135m",
+    adapter: o.Adapter = None,
+    adapter_mode: o.AdapterMode = "merged",
     drafter: o.DrafterName = "auto",
+    strict: o.Strict = False,
     rule: o.RuleName = "auto",
     draft_length: o.DraftLength = "auto",
     max_tokens: o.MaxTokens = 128,
@@ -63,7 +67,7 @@ def generate(
         "stop": stop or (),
         "stop_token_ids": stop_token_id or (),
     }
-    length = o.parse_draft_length(draft_length)
+    length = parse_length(draft_length)
     # A value out of range is told before a model is loaded for it.
     check_request(request)
 
@@ -77,6 +81,9 @@ def generate(
         runtime=runtime,
         dtype=dtype,
         device=device,
+        adapter=adapter,
+        adapter_mode=adapter_mode,
+        strict=strict,
         temperature=sampling["temperature"],
     )
     what = prompt if raw else chat_or_text(engine, prompt, system)

@@ -16,7 +16,10 @@ from outrider.errors import OutriderError
 
 __all__ = ["app", "main"]
 
-_COMMANDS = ("generate", "chat", "demo", "audit", "models")
+_COMMANDS = (
+    "generate", "chat", "demo", "audit", "bench", "report", "plan", "tune", "models", "drafts",
+    "train", "serve",
+)  # fmt: skip
 
 
 class _Lazy(TyperGroup):

@@ -87,8 +87,11 @@ def remove(name: Name, as_json: o.AsJson = False) -> None:
 @app.command()
 def info(
     target: Annotated[str, typer.Argument(help="As for --target.")],
+    adapter: o.Adapter = None,
+    adapter_mode: o.AdapterMode = "merged",
     dtype: o.Dtype = "auto",
     device: o.Device = None,
+    wanted: o.Runtime = "auto",
     numbers: Annotated[
         bool,
         typer.Option(
@@ -99,14 +102,26 @@ def info(
     as_json: o.AsJson = False,
 ) -> None:
     """What a model is, what it needs, which runtime takes it, and whether its numbers hold."""
-    from outrider.engine.loading import load_model, parse_dtype, runtime_for
-    from outrider.models.locate import is_present, locate
+    from outrider.engine.loading import (
+        check_adapter_mode,
+        find_target,
+        load_model,
+        parse_device,
+        parse_dtype,
+        runtime_for,
+    )
+    from outrider.models.adapter import adapter_digest
+    from outrider.models.locate import is_present
     from outrider.models.memory import available_bytes, facts
 
+    check_adapter_mode(adapter_mode, wanted)
+    kind, where = parse_dtype(dtype), parse_device(device)
     if not is_present(target):
         pull_with_bar(target)
-    located = locate(target)
-    runtime, why = runtime_for(located)
+    located = find_target(target, adapter)
+    runtime, why = wanted, "asked for"
+    if wanted == "auto":
+        runtime, why = runtime_for(located, kind, where, adapter_mode)
     result: dict[str, Any] = {
         "target": target,
         "kind": located.kind,
@@ -114,26 +129,41 @@ def info(
         "runtime": runtime,
         "runtime_reason": why,
     }
+    if located.adapter is not None:
+        result |= {
+            "adapter": str(located.adapter),
+            "adapter_digest": adapter_digest(located.adapter),
+            "adapter_mode": adapter_mode,
+        }
     if found := facts(located):
+        import torch
+
         from outrider.models.hf import default_device, default_dtype
 
-        kind = parse_dtype(dtype) or default_dtype(device or default_device())
+        place = where or default_device()
+        packed = runtime == "native" and place == "cpu"
+        kind = kind or (torch.int8 if packed else default_dtype(place))
+        # Beside 8-bit weights, keys and values are kept in 16.
+        kept = torch.float16 if kind is torch.int8 else kind
         result |= asdict(found)
         result |= {
             "dtype": str(kind).removeprefix("torch."),
             "weights_bytes": found.weights_bytes(kind),
-            "cache_bytes_per_token": found.cache_bytes_per_token(kind),
+            "cache_bytes_per_token": found.cache_bytes_per_token(kept),
             "available_bytes": available_bytes(),
         }
     if numbers:
         from outrider.models.numerics import check_numbers
 
-        model, _ = load_model(target, dtype=dtype, device=device)
+        model, _ = load_model(
+            located, runtime=runtime, dtype=dtype, device=device, adapter_mode=adapter_mode
+        )
         text = [i * 7919 % model.vocab_size for i in range(1, min(97, model.context_length))]
         measured = check_numbers(model, text)
         result |= {
             "rollback": model.rollback,
             "same_numbers_in_any_block": measured.same_bits,
+            "same_numbers_in_trees": measured.same_in_trees,
             "largest_logit_difference": measured.largest_difference,
         }
     if as_json:

@@ -10,11 +10,10 @@ from typing import Annotated, Any
 import typer
 
 from outrider.errors import UsageError
-from outrider.registry import POLICIES
 
 __all__ = [
-    "AsJson", "Device", "DraftLength", "DrafterName", "Dtype", "MaxTokens", "RuleName",
-    "Runtime", "Seed", "Stop", "StopTokenId", "TargetName", "parse_draft_length",
+    "Adapter", "AdapterMode", "AsJson", "Device", "DraftLength", "DrafterName", "Dtype",
+    "MaxTokens", "RuleName", "Runtime", "Seed", "Stop", "StopTokenId", "Strict", "TargetName",
     "sampling_options",
 ]  # fmt: skip
 
@@ -31,21 +30,48 @@ TargetName = Annotated[
         rich_help_panel=_MODEL,
     ),
 ]
-Runtime = Annotated[str, typer.Option("--runtime", help="auto, hf or toy.", rich_help_panel=_MODEL)]
+Runtime = Annotated[
+    str, typer.Option("--runtime", help="auto, native, hf or toy.", rich_help_panel=_MODEL)
+]
 Dtype = Annotated[
     str,
-    typer.Option("--dtype", help="auto, float32, bfloat16 or float16.", rich_help_panel=_MODEL),
+    typer.Option(
+        "--dtype", help="auto, int8, bfloat16, float16 or float32.", rich_help_panel=_MODEL
+    ),
 ]
 Device = Annotated[
     str | None,
     typer.Option("--device", help="cpu, cuda, cuda:1, ...", rich_help_panel=_MODEL),
+]
+Adapter = Annotated[
+    str | None,
+    typer.Option(
+        "--adapter", help="Folder of a LoRA adapter for the target.", rich_help_panel=_MODEL
+    ),
+]
+AdapterMode = Annotated[
+    str,
+    typer.Option(
+        "--adapter-mode",
+        help="merged into the weights, or live beside them (hf runtime).",
+        rich_help_panel=_MODEL,
+    ),
 ]
 DrafterName = Annotated[
     str,
     typer.Option(
         "--drafter",
         "-d",
-        help="auto, none, ngram or model:PATH.",
+        help="auto, none, ngram, suffix, model:PATH, crosstoken:PATH, eagle[:FOLDER], "
+        "medusa:FOLDER, early_exit:K, or two with a + between (docs/drafters.md).",
+        rich_help_panel=_SPECULATION,
+    ),
+]
+Strict = Annotated[
+    bool,
+    typer.Option(
+        "--strict",
+        help="Refuse a draft head that was made for another state of the target.",
         rich_help_panel=_SPECULATION,
     ),
 ]
@@ -81,25 +107,6 @@ Seed = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
-def parse_draft_length(text: str) -> Any:
-    """A number, ``auto``, or a policy's name.
-
-    Raises
-    ------
-    UsageError
-        When it is none of these.
-    """
-    if text.isdecimal():
-        return int(text)
-    name = text.partition(":")[0]
-    if text != "auto" and name not in POLICIES:
-        raise UsageError(
-            f"--draft-length is a number, auto or adaptive; got '{text}'.",
-            hint="Example: --draft-length 5",
-        )
-    return text
-
-
 _SAMPLED: dict[str, tuple[Any, Any, str]] = {
     "temperature": (float, 0.0, "0 is greedy."),
     "top_k": (int, 0, "0 keeps all tokens."),
@@ -114,13 +121,15 @@ _SAMPLED: dict[str, tuple[Any, Any, str]] = {
 """Of each sampling value its type on the command line, its default and its help."""
 
 
-def sampling_options(*, temperature: float = 0.0) -> Callable[[Callable[..., None]], Any]:
+def sampling_options(
+    *, temperature: float | list[float] = 0.0
+) -> Callable[[Callable[..., None]], Any]:
     """Give a command one option for each sampling value, gathered in its argument ``sampling``.
 
     Parameters
     ----------
     temperature
-        The command's default.
+        The command's default; a list for a command that takes several.
     """
 
     def widen(command: Callable[..., None]) -> Any:
@@ -137,6 +146,8 @@ def sampling_options(*, temperature: float = 0.0) -> Callable[[Callable[..., Non
                 parameters.append(parameter)
                 continue
             for name, (kind, default, words) in _SAMPLED.items():
+                if name == "temperature" and isinstance(temperature, list):
+                    kind, words = list[float], f"{words[:-1]}; may be repeated."
                 option = typer.Option(
                     f"--{name.replace('_', '-')}", help=words, rich_help_panel=_SAMPLING
                 )

@@ -134,7 +134,15 @@ def _percent(rate: float | None) -> str:
     return "" if rate is None else f" ({rate:.0%})"
 
 
-def load_engine(screen: Screen, target: str, *, temperature: float = 0.0, **options: Any) -> Any:
+def load_engine(
+    screen: Screen,
+    target: str,
+    *,
+    temperature: float = 0.0,
+    adapter: str | None = None,
+    strict: bool = False,
+    **options: Any,
+) -> Any:
     """``Engine.load`` with a sign of life while torch and the weights come in.
 
     A mistake in the options is told before anything is fetched. ``temperature`` is that of the
@@ -158,7 +166,7 @@ def load_engine(screen: Screen, target: str, *, temperature: float = 0.0, **opti
 
         pull_with_bar(target)
     with waiting():
-        return Engine.load(target, **options)
+        return Engine.load(target, adapter=adapter, strict=strict, **options)
 
 
 @contextmanager

@@ -1,0 +1,500 @@
+"""``outrider bench``: what speculation gains and costs, against plain decoding, in turns."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outrider.cli import options as o
+from outrider.cli.places import check_place
+from outrider.errors import UsageError
+
+if TYPE_CHECKING:
+    from outrider.cli.screen import Screen
+    from outrider.engine.prompts import PromptRecord
+    from outrider.lab.bench import Bench
+    from outrider.lab.configuration import Configuration
+    from outrider.lab.peers import Peer
+    from outrider.lab.record import Log
+
+app = typer.Typer()
+
+_BARE = "none"
+_INTERRUPTED = 130
+_MEASURING = "Measuring"
+_RESULTS = "Results"
+_SPECULATION = "Speculation"
+
+# What may not change when a log is gone on with: figures of two machines, or of two versions, are
+# not one measurement.
+_FIXED = (
+    "target", "prompts_sha256", "request", "temperatures", "batches", "configurations", "seed",
+    "runtime", "dtype", "adapter_mode", "system", "cpu", "threads", "gpu", "outrider", "torch",
+    "transformers", "numba", "peers",
+)  # fmt: skip
+_FIXED_OF_TARGET = ("fingerprint", "precision", "device", "class", "profile", "peers")
+
+
+@app.command()
+@o.sampling_options(temperature=[0.0])
+def bench(
+    *,
+    target: o.TargetName = "smollm2-135m",
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--adapter",
+            help="Folder of a LoRA adapter: a target of its own; none is the bare target. May be "
+            "repeated.",
+            rich_help_panel="Model",
+        ),
+    ] = None,
+    adapter_mode: o.AdapterMode = "merged",
+    config: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--config",
+            help="drafter=D,rule=R,draft-length=N,label=NAME; may be repeated.",
+            rich_help_panel=_SPECULATION,
+        ),
+    ] = None,
+    drafter: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--drafter",
+            "-d",
+            help="As in generate; may be repeated. Every drafter is measured with every --rule "
+            "and every --draft-length.",
+            rich_help_panel=_SPECULATION,
+        ),
+    ] = None,
+    rule: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--rule", "-r", help="As in generate; may be repeated.", rich_help_panel=_SPECULATION
+        ),
+    ] = None,
+    draft_length: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--draft-length",
+            "-k",
+            help="As in generate; may be repeated.",
+            rich_help_panel=_SPECULATION,
+        ),
+    ] = None,
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--peer",
+            help="Another program in the same turns: transformers[:assisted=PATH|:lookup=N], "
+            "llama.cpp[:server=PATH,lookup|draft=PATH], openvino[:model=PATH,lookup=N], "
+            "endpoint:URL[,model=NAME]; may be repeated.",
+            rich_help_panel=_MEASURING,
+        ),
+    ] = None,
+    strict: o.Strict = False,
+    prompts: Annotated[
+        str,
+        typer.Option(
+            "--prompts",
+            help="bundled, a text file with a prompt a line, or .jsonl with prompt, messages or "
+            "turns.",
+            rich_help_panel=_MEASURING,
+        ),
+    ] = "bundled",
+    limit: Annotated[
+        int | None,
+        typer.Option("--limit", help="Prompts of each kind.", rich_help_panel=_MEASURING),
+    ] = None,
+    max_tokens: o.MaxTokens = 128,
+    repeats: Annotated[
+        int,
+        typer.Option(
+            "--repeats",
+            min=1,
+            help="Times that all is done; steadies each prompt's times.",
+            rich_help_panel=_MEASURING,
+        ),
+    ] = 1,
+    batch: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--batch",
+            help="Sequences decoded side by side; may be repeated.",
+            rich_help_panel=_MEASURING,
+        ),
+    ] = None,
+    ignore_eos: Annotated[
+        bool,
+        typer.Option(
+            "--ignore-eos", help="Go on past end tokens: equally long.", rich_help_panel=_MEASURING
+        ),
+    ] = False,
+    entropy: Annotated[
+        bool,
+        typer.Option(
+            help="Measure the target's entropy at each token, between the timings.",
+            rich_help_panel=_MEASURING,
+        ),
+    ] = True,
+    sampling: dict[str, Any],
+    seed: Annotated[
+        int,
+        typer.Option(
+            "--seed",
+            min=0,
+            help="Of samples and of the order of turns.",
+            rich_help_panel="Sampling",
+        ),
+    ] = 0,
+    runtime: o.Runtime = "auto",
+    dtype: o.Dtype = "auto",
+    device: o.Device = None,
+    log_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--log",
+            help="Keeps every generation; the same command goes on where it stopped.",
+            rich_help_panel=_RESULTS,
+        ),
+    ] = None,
+    show: Annotated[
+        bool,
+        typer.Option(
+            "--show", help="Measure nothing, tell what --log holds.", rich_help_panel=_RESULTS
+        ),
+    ] = False,
+    csv_file: Annotated[
+        Path | None,
+        typer.Option("--csv", help="Write a row for each generation.", rich_help_panel=_RESULTS),
+    ] = None,
+    page: Annotated[
+        Path | None,
+        typer.Option("--html", help="Write a page with pictures.", rich_help_panel=_RESULTS),
+    ] = None,
+    as_json: o.AsJson = False,
+) -> None:
+    """Measure drafters, rules and draft lengths against plain decoding.
+
+    Plain decoding is always measured too, on the same target, prompts and sampling values. All
+    take turns prompt by prompt, in a shuffled order, so that a drift of the machine's speed falls
+    on all. With neither --config nor --drafter, what generate does by itself is measured.
+
+    Interrupt it at any time: what is finished is told, and with --log the same command goes on.
+    """
+    from outrider.cli.screen import Screen
+    from outrider.lab.record import Log
+
+    _check_places(csv_file, page)
+    screen = Screen()
+    interrupted = False
+    with ExitStack() as stack:
+        if log_file is None:
+            if show:
+                raise UsageError("--show needs a log.", hint="Add --log FILE.")
+            log_file = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "bench.jsonl"
+        log = Log(log_file)
+        if not show:
+            others = {name: value for name, value in sampling.items() if name != "temperature"}
+            wanted = _Wanted(
+                configurations=_configurations(config, drafter, rule, draft_length),
+                peers=_peers(peer or []),
+                temperatures=sampling["temperature"],
+                batches=batch or [1],
+                request={**others, "max_tokens": max_tokens, "ignore_eos": ignore_eos},
+                repeats=repeats,
+                seed=seed,
+                entropies=entropy,
+            )
+            load = {
+                "runtime": runtime, "dtype": dtype, "device": device, "adapter_mode": adapter_mode
+            }  # fmt: skip
+            interrupted = _measure(
+                screen, log, wanted, target, adapter or [_BARE], load, strict, prompts, limit
+            )
+        _tell(screen, log, csv_file, page, as_json)
+    if interrupted:
+        raise typer.Exit(_INTERRUPTED)
+
+
+class _Wanted:
+    """What is to be measured, apart from the target and the prompts."""
+
+    def __init__(
+        self,
+        *,
+        configurations: list[Configuration],
+        peers: list[Peer],
+        temperatures: list[float],
+        batches: list[int],
+        request: dict[str, Any],
+        repeats: int,
+        seed: int,
+        entropies: bool,
+    ) -> None:
+        self.configurations = configurations
+        self.peers = peers
+        self.temperatures = temperatures
+        self.batches = batches
+        self.request = request
+        self.repeats = repeats
+        self.seed = seed
+        self.entropies = entropies
+
+    def check(self, load: Mapping[str, Any]) -> None:
+        """Tell what is wrong before a model is loaded for it."""
+        from outrider.cli.generate import check_request
+        from outrider.lab.bench import check_measurable
+
+        for temperature in self.temperatures:
+            check_request({**self.request, "temperature": temperature})
+        check_measurable(
+            self.configurations,
+            self.temperatures,
+            batches=self.batches,
+            peers=self.peers,
+            sampling=self._sampling,
+            **load,
+        )
+
+    @property
+    def _sampling(self) -> dict[str, Any]:
+        others = ("max_tokens", "ignore_eos")
+        return {name: value for name, value in self.request.items() if name not in others}
+
+    def bench(self, engine: Any, prompts: Sequence[PromptRecord], adapter: str) -> Bench:
+        """The measurements of one target."""
+        from outrider.lab.bench import Bench
+
+        return Bench(
+            engine,
+            prompts,
+            self.configurations,
+            temperatures=self.temperatures,
+            batches=self.batches,
+            max_tokens=self.request["max_tokens"],
+            repeats=self.repeats,
+            seed=self.seed,
+            sampling=self._sampling,
+            ignore_eos=self.request["ignore_eos"],
+            entropies=self.entropies,
+            adapter=adapter,
+            peers=self.peers,
+        )
+
+    def conditions(self) -> dict[str, Any]:
+        """For the log."""
+        from dataclasses import asdict
+
+        told = {
+            "request": self.request,
+            "temperatures": self.temperatures,
+            "batches": self.batches,
+            "configurations": [asdict(one) for one in self.configurations],
+            "seed": self.seed,
+        }
+        # Not an empty list: logs from before there were peers are gone on with.
+        return told | ({"peers": [{"label": p.label} for p in self.peers]} if self.peers else {})
+
+
+def _configurations(
+    config: list[str] | None,
+    drafters: list[str] | None,
+    rules: list[str] | None,
+    lengths: list[str] | None,
+) -> list[Configuration]:
+    from outrider.lab.configuration import combine, parse_configuration
+
+    found = [parse_configuration(text) for text in config or ()]
+    if drafters or rules or lengths or not found:
+        found += combine(drafters or [], rules or [], lengths or [])
+    return found
+
+
+def _peers(names: list[str]) -> list[Peer]:
+    from outrider.lab.peers import parse_peer
+
+    return [parse_peer(name) for name in names]
+
+
+def _check_places(csv_file: Path | None, page: Path | None) -> None:
+    if page is not None:
+        import outrider.report.bench  # noqa: F401, tells a missing jinja2
+    for file in (csv_file, page):
+        check_place(file)
+
+
+def _measure(
+    screen: Screen,
+    log: Log,
+    wanted: _Wanted,
+    target: str,
+    adapters: list[str],
+    load: dict[str, Any],
+    strict: bool,
+    source: str,
+    limit: int | None,
+) -> bool:
+    """Fill the log; returns whether it was interrupted before the end."""
+    from outrider.cli.screen import load_engine
+    from outrider.engine.prompts import read_prompts
+    from outrider.lab.peers import running
+    from outrider.lab.provenance import machine, software
+    from outrider.models.adapter import read_adapter
+
+    prompts = read_prompts(source, limit=limit)
+    wanted.check(load)
+    if len(set(adapters)) < len(adapters):
+        raise UsageError(f"An adapter is given twice: {adapters}.", hint="Leave one out.")
+    for name in adapters:
+        if name != _BARE:
+            read_adapter(Path(name).expanduser())  # not after hours with the one before
+    turns = len(prompts) * len(wanted.temperatures) * len(wanted.batches) * wanted.repeats
+    planned = len(adapters) * turns * (1 + len(wanted.configurations) + len(wanted.peers))
+    extent = {"adapters": adapters, "repeats": wanted.repeats, "planned": planned}
+    conditions = {
+        "command": shlex.join(["outrider", *sys.argv[1:]]),
+        **software(),
+        **machine(),
+        "target": target,
+        "runtime": load["runtime"],
+        "dtype": load["dtype"],
+        "adapter_mode": load["adapter_mode"],
+        "prompts": source,
+        "prompt_ids": [prompt.id for prompt in prompts],
+        "prompts_sha256": _digest(prompts),
+        **wanted.conditions(),
+        **extent,
+    }
+    if log.started:
+        log.begin(conditions, _FIXED)  # told before a model is loaded
+    done = {record.key for record in log.records()} if log.started else set()
+    try:
+        with _bar(screen, planned, len(done)) as advance:
+            for name in adapters:
+                adapter = "" if name == _BARE else name
+                engine = load_engine(
+                    screen, target, drafter="none", strict=strict, adapter=adapter or None, **load
+                )
+                bench = wanted.bench(engine, prompts, adapter)
+                with running(bench.peers, bench.stage):
+                    advance("warming up", 0)
+                    bench.warm_up()
+                    log.begin(conditions, _FIXED)
+                    log.update(extent)
+                    log.target(adapter or "bare", bench.about(), _FIXED_OF_TARGET)
+                    for record in bench.run(done):
+                        log.add(record)
+                        advance(f"{prompts[record.prompt].id}, {record.configuration}", 1)
+                del engine, bench  # before the next one comes into memory
+    except KeyboardInterrupt:
+        if not log.started or next(log.records(), None) is None:
+            raise
+        return True
+    return False
+
+
+def _digest(prompts: Sequence[PromptRecord]) -> str:
+    from dataclasses import asdict
+    from hashlib import sha256
+
+    text = json.dumps([asdict(prompt) for prompt in prompts], sort_keys=True)
+    return sha256(text.encode()).hexdigest()
+
+
+@contextmanager
+def _bar(screen: Screen, planned: int, done: int) -> Iterator[Any]:
+    from rich.markup import escape
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=screen.err,
+        transient=True,
+        disable=not screen.err.is_terminal,
+    )
+    task = bar.add_task("measuring", total=planned, completed=done)
+
+    def advance(doing: str, count: int) -> None:
+        bar.start()  # not before: loading has a sign of life of its own
+        bar.update(task, description=escape(doing), advance=count)
+
+    try:
+        yield advance
+    finally:
+        bar.stop()
+
+
+def _tell(
+    screen: Screen, log: Log, csv_file: Path | None, page: Path | None, as_json: bool
+) -> None:
+    """Everything that was asked for, from the log alone."""
+    from outrider.lab.summary import summarize
+    from outrider.lab.wording import conclusions, notes
+
+    run = log.run()
+    summary = summarize(run)
+    told = list(notes(summary))
+    if csv_file is not None:
+        _write_csv(csv_file, run)
+    if page is not None:
+        from outrider.report.bench import bench_page
+        from outrider.report.page import write_page
+
+        write_page(page, bench_page(run))
+    if as_json:
+        result = {**summary.to_dict(), "notes": told, "conclusions": conclusions(summary)}
+        typer.echo(json.dumps(result, ensure_ascii=False))
+        return
+    from outrider.cli.bench_table import show
+
+    show(screen, summary)
+    for note in told:
+        screen.out.print(f"[yellow]{_escaped(note)}[/]")
+    for name, file in (("rows are", csv_file), ("page is", page)):
+        if file is not None:
+            screen.err.print(f"The {name} in {file}.", markup=False)
+    for line in conclusions(summary):
+        screen.out.print(f"[bold]{_escaped(line)}[/]")
+
+
+def _escaped(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
+
+
+def _write_csv(path: Path, run: Any) -> None:
+    """Whole or not at all."""
+    import csv
+    import os
+
+    from outrider.lab.table import columns, table_rows
+
+    part = path.with_name(f".{path.name}.part")
+    try:
+        with part.open("w", encoding="utf-8", newline="") as stream:
+            writer = csv.DictWriter(stream, columns())
+            writer.writeheader()
+            writer.writerows(table_rows(run))
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
