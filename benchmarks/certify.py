@@ -24,7 +24,8 @@ from outrider.audit.sampled import audit_tokens
 from outrider.audit.statistics import Stratum, compare
 from outrider.drafters.shape import Static
 from outrider.engine.prefix import Prefix
-from outrider.protocols import Drafter
+from outrider.models.heads.folder import shipped_head
+from outrider.protocols import Drafter, TappedModel
 
 TARGET = "smollm2-135m"
 PROMPTS = {
@@ -44,12 +45,21 @@ BEGIN, END = "<!-- table -->", "<!-- end of table -->"
 
 def configurations(base: Engine) -> Iterator[tuple[str, str, Drafter | str, int]]:
     """Rule, drafter's name, drafter, draft length."""
+    heads = isinstance(base.model, TappedModel) and shipped_head(TARGET)
     for rule in ("rejection", "block", "coupled"):
-        model = blurred(base)
+        trees = rule != "block"  # it judges chains
         yield rule, "ngram", "ngram", 2
-        yield rule, "model", model, 2
-        if rule != "block":  # it judges chains
+        yield rule, "suffix", "suffix", 2
+        yield rule, "model", blurred(base), 2
+        if trees:
+            yield rule, "suffix, tree 6", "suffix#tree=6", 2
             yield rule, "model, tree 3,2", blurred(base, Static((3, 2))), 2
+        if heads:
+            yield rule, "eagle", "eagle#chain", 2
+            yield rule, "suffix+eagle", "suffix:match=3+eagle#chain", 2
+        if heads and trees:
+            yield rule, "eagle, tree 3,2", "eagle#tree=3,2", 2
+            yield rule, "eagle, tree 8", "eagle#tree=8", 2
 
 
 def draw(engine: Engine, ids: list[int], count: int, seed: int, **request: Any) -> list[list[int]]:
@@ -61,9 +71,9 @@ def draw(engine: Engine, ids: list[int], count: int, seed: int, **request: Any) 
     return outputs
 
 
-def audit(temperature: float, path: Path, alpha: float = 1e-3) -> None:
+def audit(temperature: float, path: Path, runtime: str, alpha: float = 1e-3) -> None:
     done = {(r["temperature"], r["rule"], r["drafter"]) for r in read(path)}
-    base = Engine.load(TARGET, drafter="none")
+    base = Engine.load(TARGET, drafter="none", runtime=runtime)
     base.model = Remembered(base.model)
     ids = base.encode(PROMPTS[temperature])
     request = {"max_tokens": TOKENS, "temperature": temperature, "top_p": TOP_P}
@@ -100,7 +110,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         "| temperature | rule | drafter | outputs a side | verdict | Holm p | bias seen |",
         "|---|---|---|---|---|---|---|",
     ]
-    for r in sorted(rows, key=lambda r: r["temperature"]):
+    order = ["rejection", "block", "coupled"]
+    for r in sorted(rows, key=lambda r: (r["temperature"], order.index(r["rule"]))):
         if r["rule"] == "coupled":
             p, bias = "token by token", f"{r['differences']} differences"
         else:
@@ -115,12 +126,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=Path("certify.jsonl"))
     parser.add_argument("--temperature", type=float, choices=list(PROMPTS), action="append")
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--runtime", default="auto")
     parser.add_argument("--write-docs", action="store_true", help=f"the table goes into {DOCS}")
     arguments = parser.parse_args()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     for temperature in arguments.temperature or PROMPTS:
-        audit(temperature, arguments.json)
+        audit(temperature, arguments.json, arguments.runtime)
     if arguments.write_docs:
         text = DOCS.read_text()
         head, rest = text.split(BEGIN)[0], text.split(END)[1]

@@ -170,6 +170,7 @@ def write_docs(rows: dict[tuple[str, str], dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", default=TOY)
+    parser.add_argument("--runtime", default="auto")
     parser.add_argument("--only", action="append", choices=list(CONTROLS))
     parser.add_argument("--most", type=int, help="outputs of each kind (default: 6400)")
     parser.add_argument("--json", type=Path, default=Path("controls.jsonl"))
@@ -182,7 +183,7 @@ def main() -> None:
     most = args.most or 6400
     engine = None
     if not toy:
-        engine = Engine.load(args.target)
+        engine = Engine.load(args.target, runtime=args.runtime)
         engine.drafter = blurred(engine)
         engine.model = Remembered(engine.model)
     plain: dict[str, Drawn] = {}

@@ -1,6 +1,7 @@
 """Where speculation pays on the default model, and where it does not.
 
-    .venv/bin/python -m benchmarks.when_it_helps [--target T] [--drafter D] [--json FILE]
+    .venv/bin/python -m benchmarks.when_it_helps [--target T] [--drafter D] [--runtime R]
+        [--dtype KIND] [--json FILE]
 
 Each prompt is decoded with the drafter and without, in turns, and the ratio of the two median
 times is taken prompt by prompt, so that a drift of the machine's speed falls on both. The first
@@ -10,49 +11,17 @@ table is the README's; the second is the cost of scoring more rows in one pass.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
-import subprocess
 import time
-from pathlib import Path
 from typing import Any
 
-import psutil
-import torch
-import transformers
-
-from outrider import Engine, __version__
+from benchmarks.conditions import conditions, print_conditions, write_json
+from outrider import Engine
 from outrider.core.proposal import Proposal
 from tests.e2e.prompts import EDITS, ORDINARY
 
 WIDTHS = (1, 2, 4, 8, 16, 32)
 SETS = {"edits and extractions": EDITS, "ordinary questions": ORDINARY}
-
-
-def cpu_name() -> str:
-    """The processor's name as Linux tells it, or what Python knows."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
-
-
-def conditions(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
-    """What the figures depend on."""
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    return {
-        "outrider": __version__,
-        "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "cpu": cpu_name(),
-        "cores": psutil.cpu_count(logical=False),
-        "threads": torch.get_num_threads(),
-        "dtype": str(next(engine.model.module.parameters()).dtype),
-        **vars(args),
-    }
 
 
 def compare(
@@ -119,15 +88,17 @@ def main() -> None:
     )
     ap.add_argument("--target", default="smollm2-135m")
     ap.add_argument("--drafter", default="ngram")
+    ap.add_argument("--runtime", default="auto", help="auto, native or hf")
+    ap.add_argument("--dtype", default="auto", help="auto, int8, bfloat16 or float32")
     ap.add_argument("--max-tokens", type=int, default=128)
     ap.add_argument("--repeats", type=int, default=3)
     ap.add_argument("--json", default="")
     args = ap.parse_args()
-    engine = Engine.load(args.target, drafter=args.drafter)
+    engine = Engine.load(args.target, drafter=args.drafter, runtime=args.runtime, dtype=args.dtype)
     engine.generate("warm up", max_tokens=8)
 
-    told = conditions(engine, args)
-    print("\n".join(f"{key:14s} {value}" for key, value in told.items()), "\n")
+    told = conditions(args, engine.model)
+    print_conditions(told)
     row("prompts", "temperature", "tokens per call", "kept", "speed p10", "median", "p90", "same")
     row(*["---"] * 8)
     found = {}
@@ -149,9 +120,7 @@ def main() -> None:
     row("rows in one pass", *WIDTHS)
     row(*["---"] * (1 + len(WIDTHS)))
     row("milliseconds", *(f"{ms:.1f}" for ms in passes.values()))
-    if args.json:
-        result = {"conditions": told, "prompts": found, "pass_ms": passes}
-        Path(args.json).write_text(json.dumps(result, indent=1))
+    write_json(args.json, told, prompts=found, pass_ms=passes)
 
 
 if __name__ == "__main__":
