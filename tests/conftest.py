@@ -17,6 +17,10 @@ from jaxtyping import install_import_hook
 if os.environ.get("OUTRIDER_SHAPES"):
     install_import_hook("outrider", "beartype.beartype")
 
+# Workers share the cores: one thread each, or they would wait for each other.
+if os.environ.get("PYTEST_XDIST_WORKER"):
+    os.environ["OMP_NUM_THREADS"] = "1"
+
 import torch
 
 settings.register_profile(
@@ -46,6 +50,24 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _packed_copies_of_test_models(tmp_path_factory) -> Iterator[None]:
+    """Models made in a temporary folder leave no packed copy in the user's cache."""
+    from outrider.models.native import load
+
+    base = tmp_path_factory.getbasetemp().resolve()
+    place = load._packed_folder
+
+    def beside(path: Path, kind: str, adapter: str = "") -> Path:
+        found = place(path, kind, adapter)
+        inside = path.resolve().is_relative_to(base) and not found.resolve().is_relative_to(base)
+        return base / "packed" / found.name if inside else found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load, "_packed_folder", beside)
+        yield
 
 
 @pytest.fixture(scope="session")

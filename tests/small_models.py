@@ -15,6 +15,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from outrider.drafters.script import ScriptDrafter
 from outrider.models.hf import HFModel
+from outrider.models.native.architecture import Architecture
+from outrider.models.native.device import DeviceModel
+from outrider.models.native.eager import read_tensors
+from outrider.models.native.model import NativeModel
+from outrider.models.native.weights import Kind, read_weights
 
 VOCAB = 64
 WINDOW = 8
@@ -49,6 +54,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", _DENSE),
     "gpt2": ("GPT2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 100}),
     "qwen2": ("Qwen2", _DENSE),
+    "qwen3": ("Qwen3", _DENSE | {"head_dim": 16}),
     "mistral": ("Mistral", _DENSE | {"sliding_window": WINDOW}),
     "gemma3": (
         "Gemma3",
@@ -84,7 +90,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-PLAIN = ("llama", "gpt2", "qwen2", "mixtral")
+PLAIN = ("llama", "gpt2", "qwen2", "qwen3", "mixtral")
 WINDOWED = ("mistral", "gemma3")
 RECURRENT = ("mamba", "falcon-h1", "lfm2", "qwen3-next")
 
@@ -110,6 +116,35 @@ def module(family: str) -> PreTrainedModel:
 def shared(family: str, **options: Any) -> HFModel:
     """The runtime over the shared module."""
     return HFModel(module(family), **options)
+
+
+def randomise(made: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
+    """Give biases and norms values too, which a fresh model has at zero and one."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in made.named_parameters():
+        if weight.ndim == 1:
+            middle = 1.0 if "norm" in name else 0.0
+            weight.data = middle + 0.3 * torch.randn(weight.shape, generator=generator)
+    return made
+
+
+def native(made: PreTrainedModel, kind: Kind = "int8", **options: Any) -> NativeModel:
+    """The native runtime over a module's weights."""
+    architecture = Architecture.of(made.config)
+    weights = read_weights(made.state_dict().get, architecture, kind)
+    return NativeModel(architecture, weights, **options)
+
+
+def on_device(
+    made: PreTrainedModel,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> DeviceModel:
+    """The native runtime as it is on a GPU, over a module's weights."""
+    architecture = Architecture.of(made.config)
+    weights = read_tensors(made.state_dict().get, architecture, dtype, torch.device(device))
+    return DeviceModel(architecture, weights, **options)
 
 
 def new_tokenizer(words: int = VOCAB) -> PreTrainedTokenizerFast:

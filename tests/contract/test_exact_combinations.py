@@ -13,6 +13,7 @@ from itertools import product
 import pytest
 
 from outrider.audit.exact import TOLERANCE
+from outrider.core.price import Price
 from outrider.core.processors import Sampling
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
@@ -38,7 +39,10 @@ DRAFTERS = {
 POLICY = {
     "fixed": lambda: Fixed(2),
     "adaptive": Adaptive,
-    "eager adaptive": lambda: Adaptive(3, cost=0.01, prior=1.0, retry=1),
+    "adaptive, dear rows": lambda: Adaptive(
+        4, Price((1, 2), (1.0, 1.4), step=0.1), prior=1.0, memory=2.0, retry=1
+    ),
+    "eager adaptive": lambda: Adaptive(3, prior=1.0, memory=3.0, retry=1),
 }
 PROCESSORS = {
     "temperature": Sampling(temperature=0.6),

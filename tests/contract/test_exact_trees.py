@@ -7,8 +7,10 @@ import pytest
 from outrider import Engine
 from outrider.core.distribution import Distribution
 from outrider.core.processors import Sampling
+from outrider.drafters.mixed import MixedDrafter
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.shape import Chain, Dynamic, Static, parse_shape
+from outrider.drafters.suffix import SuffixDrafter
 from outrider.errors import UsageError
 from outrider.models.tokenizer import ToyTokenizer
 from outrider.models.toy import ToyModel
@@ -43,6 +45,42 @@ def test_the_law_is_the_targets(rule, shape, vocab):
                     TARGET, drafter, RULES.load(rule)(), draft_length=length, **request
                 )
                 assert distance(found, chain_law(TARGET, **request)) <= 1e-12
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("rule", EXACT)
+def test_trees_without_chance_leave_the_law_alone(rule, shape):
+    drafter = SuffixDrafter(shape)
+    prompt = (0, 1, 0, 2, 0)
+    assert not drafter.start(prompt, 9).propose(prompt, 2, pick=None).is_chain
+    for sampling in SAMPLINGS:
+        if rule == "greedy" and not sampling.greedy:
+            continue
+        for ends in (frozenset(), frozenset({2})):
+            law = sampling.law(ends, 3)
+            request = {"max_tokens": 3, "law": law, "end_ids": ends, "prompt": prompt}
+            for length in (1, 2):
+                found = speculative_law(
+                    TARGET, drafter, RULES.load(rule)(), draft_length=length, **request
+                )
+                assert distance(found, chain_law(TARGET, **request)) <= 1e-12
+
+
+@pytest.mark.parametrize("rule", EXACT)
+@pytest.mark.parametrize("first", ["suffix", "model"])
+def test_a_tree_and_a_drawn_chain_mixed(rule, first):
+    """A text that does not repeat at first, so that rounds of both kinds come."""
+    suffix = SuffixDrafter(Static((2, 2)))
+    model = ModelDrafter(ToyModel.random(2, seed=2), default_length=2)  # it cannot read a 2
+    parts = [suffix, model] if first == "suffix" else [model, suffix]
+    for prompt in ((1,), (0, 2, 0)):
+        request = {"max_tokens": 3, "prompt": prompt}
+        if rule == "greedy":
+            request["law"] = Sampling().law(frozenset(), 3)
+        found = speculative_law(
+            TARGET, MixedDrafter(parts), RULES.load(rule)(), draft_length=2, **request
+        )
+        assert distance(found, chain_law(TARGET, **request)) <= 1e-12
 
 
 def test_negative_controls_are_caught():

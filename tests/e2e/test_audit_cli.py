@@ -207,3 +207,17 @@ def test_one_server_is_not_enough(capsys):
     code, _, err = run(capsys, "audit", "--endpoint", "http://127.0.0.1:1")
     assert code == 2
     assert "--against" in err
+
+
+@pytest.mark.parametrize("how", [["--rule", "rejection"], ["--temperature", "0"]])
+def test_an_audit_in_which_nothing_was_drafted_tested_nothing(how, capsys, tmp_path):
+    """A lookup finds nothing to say after a prompt of letters that do not come again."""
+    page = tmp_path / "page.html"
+    idle = ["audit", "--target", "toy:vocab=26,seed=3", "--drafter", "ngram", "--prompt", "abc"]
+    code, out, _ = run(capsys, *idle, "-n", "1", "--samples", "40", *how, "--html", str(page))
+    assert code == 3
+    assert out.startswith("Nothing tested")
+    assert "Nothing tested" in page.read_text()
+    code, out, _ = run(capsys, *idle, "-n", "1", "--drafter", "none", "--samples", "40", *how)
+    assert code in (0, 3)
+    assert "Nothing tested" not in out

@@ -145,7 +145,11 @@ def test_prompt_from_standard_input():
         (["generate", "", *TOY], 2, ["empty"]),
         (["generate", "xyz", *TOY], 2, ["'x'"]),
         (["generate", "abab", "--target", "toy:context=3"], 2, ["4 tokens", "3", "Shorten"]),
-        (["generate", "ab", *TOY, "--drafter", "model:toy:vocab=9"], 1, ["tokenizer", "ngram"]),
+        (
+            ["generate", "ab", *TOY, "--drafter", "model:toy:vocab=9"],
+            1,
+            ["tokenizer", "crosstoken"],
+        ),
         (["generate", "ab", *TOY, "--drafter", "model"], 2, ["draft model", "model:"]),
         (["generate", "ab", *TOY, "--dtype", "int3"], 2, ["int3", "float32"]),
         (["generate", "ab", *TOY, "--drafter", "auto:1"], 2, ["'auto' takes no argument"]),

@@ -130,7 +130,7 @@ class TestInfo:
             "target": NAME,
             "kind": "gguf",
             "path": str(path_of(entry)),
-            "runtime": "hf",
+            "runtime": "native",
             "architecture": "llama",
             "parameters": entry.parameters,
             "precision": "Q4_1",

@@ -270,7 +270,7 @@ def test_a_toy_cache_rolls_back():
 @pytest.mark.parametrize("length", [0, 1, 9])
 def test_fixed_stays_fixed(length):
     policy = Fixed(length)
-    policy.learn(9, 0)
+    policy.learn(Proposal.chain([1, 2, 3]), [])
     assert policy.length() == length
 
 

@@ -29,7 +29,7 @@ TREE = {
         "Exception",
         {"UsageError", "ModelError", "EndpointError", "NumericalError", "ProposalError"},
     ),
-    "UsageError": ("ValueError", {"UnknownNameError", "SamplingError", "PromptError"}),
+    "UsageError": ("ValueError", {"UnknownNameError", "SamplingError", "PromptError", "LogError"}),
     "ModelError": (
         None,
         {
@@ -38,6 +38,8 @@ TREE = {
             "DownloadError",
             "NotEnoughMemoryError",
             "TokenizerMismatchError",
+            "DraftMismatchError",
+            "UnsupportedError",
             "RollbackError",
         },
     ),

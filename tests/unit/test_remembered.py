@@ -8,11 +8,13 @@ import torch
 from outrider import Engine
 from outrider.audit.remembered import Remembered
 from outrider.core.proposal import Proposal
+from outrider.drafters.eagle import EagleDrafter
 from outrider.drafters.model import ModelDrafter
-from outrider.drafters.shape import Static
+from outrider.drafters.shape import Chain, Dynamic, Static
 from outrider.models.hf import HFModel
 from outrider.models.toy import ToyModel
-from tests.small_models import module, some_tokens
+from tests.small_models import module, native, some_tokens
+from tests.unit.test_eagle import head_module
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -79,3 +81,21 @@ def test_what_was_not_asked_for_longest_is_forgotten(target):
     for first in range(60):
         remembered.score(remembered.new_cache(4), [first], Proposal.chain([first]))
     assert len(remembered._rows) <= 64
+
+
+@pytest.mark.parametrize("shape", [Chain(), Static((3, 2)), Dynamic(8)])
+@pytest.mark.parametrize("rule", ["rejection", "coupled"])
+def test_heads_read_remembered_hidden_states(shape, rule):
+    """A head's proposals, laws and all, are what they are beside the model itself."""
+    model = native(module("llama"))
+    drafter = EagleDrafter(model.make_head(head_module()), model, shape, 3)
+    request = {"max_tokens": 12, "temperature": 1.0, "top_k": 4}
+    engines = [
+        Engine(made, drafter=drafter, rule=rule, draft_length=3)
+        for made in (model, Remembered(model))
+    ]
+    for seed in range(8):
+        a, b = (e.generate(some_tokens(9), seed=seed, **request) for e in engines)
+        assert a.token_ids == b.token_ids
+        assert [r.drafted for r in a.trace.rounds] == [r.drafted for r in b.trace.rounds]
+        assert a.trace.summary()["drafted_tokens"] > 0

@@ -202,7 +202,7 @@ def test_a_tokenizer_with_more_words_than_the_model_has_rows():
             engine.generate(prompt, max_tokens=2)
 
 
-@pytest.mark.parametrize("part", [None, 5, object()], ids=str)
+@pytest.mark.parametrize("part", [None, 5, object()], ids=["None", "5", "object"])
 def test_an_engine_of_what_is_no_part(part):
     for name in ("drafter", "rule"):
         with pytest.raises(UsageError, match=f"A {name} is"):

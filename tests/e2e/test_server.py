@@ -1,0 +1,277 @@
+"""The server as its clients meet it: a process of its own, a port, and OpenAI's own client."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from outrider import Engine
+from tests.small_models import new_module
+from tests.tokenizers_for_tests import new_byte_level
+
+openai = pytest.importorskip("openai", reason="OpenAI's client is not installed")
+
+TOY = "toy:vocab=8,seed=1"
+WAIT_S = 120
+
+
+@dataclass
+class Server:
+    """A running server and what it told."""
+
+    process: subprocess.Popen[str]
+    address: str
+    model: str
+
+    def client(self, key: str = "any", **options: Any) -> Any:
+        return openai.OpenAI(
+            base_url=f"{self.address}/v1", api_key=key, max_retries=0, timeout=WAIT_S, **options
+        )
+
+    def metric(self, name: str) -> float:
+        text = urllib.request.urlopen(f"{self.address}/metrics", timeout=WAIT_S).read().decode()
+        lines = (line.rsplit(" ", 1) for line in text.splitlines())
+        return next((float(n) for key, n in lines if key == name), 0.0)
+
+    def wait_for(self, name: str, value: float) -> None:
+        end = time.monotonic() + WAIT_S
+        while self.metric(name) != value:
+            assert time.monotonic() < end, (name, self.metric(name))
+            time.sleep(0.02)
+
+
+def start(*arguments: str, env: dict[str, str] | None = None) -> Server:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "outrider.cli.main", "serve", "--port", "0", "--json", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | (env or {}),
+    )
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        pytest.fail(f"no server: {process.communicate()[1]}")
+    return Server(process, **json.loads(line))
+
+
+def end(server: Server) -> str:
+    """Its log, once it has ended."""
+    server.process.send_signal(signal.SIGTERM)
+    _, log = server.process.communicate(timeout=WAIT_S)
+    assert server.process.returncode == 0, log
+    return log
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    """A small model with a chat template, on disk."""
+    path = tmp_path_factory.mktemp("model")
+    words = new_byte_level()
+    words.model_input_names = ["input_ids", "attention_mask"]
+    new_module("llama", vocab_size=len(words)).save_pretrained(path)
+    words.save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def server(folder) -> Iterator[Server]:
+    made = start(
+        "--target", folder, "--runtime", "hf", "--name", "small", "--drafter", "ngram",
+        "--max-batch", "4",
+    )  # fmt: skip
+    yield made
+    log = end(made)
+    for line in log.splitlines():
+        json.loads(line)  # nothing else is said there
+    assert "Traceback" not in log
+
+
+@pytest.fixture(scope="module")
+def engine(folder) -> Engine:
+    return Engine.load(folder, runtime="hf", drafter="ngram")
+
+
+MESSAGES = [{"role": "user", "content": "the the the in the"}]
+ASKED: dict[str, Any] = {
+    "model": "small", "messages": MESSAGES, "max_tokens": 16, "seed": 5, "temperature": 0.8
+}  # fmt: skip
+
+
+def test_a_chat_by_openais_client(server, engine):
+    client = server.client()
+    assert [model.id for model in client.models.list()] == ["small"]
+    asked = {"n": 2, "logprobs": True, "top_logprobs": 2, "frequency_penalty": 0.3}
+    answer = client.chat.completions.create(**ASKED, **asked)
+    expected = engine.generate(
+        MESSAGES, max_tokens=16, seed=5, temperature=0.8, frequency_penalty=0.3
+    )
+    first, second = answer.choices
+    assert first.message.content == expected.text
+    assert second.message.content != expected.text
+    assert first.finish_reason == expected.finish_reason
+    assert len(first.logprobs.content) == len(expected.token_ids)
+    assert all(len(token.top_logprobs) == 2 for token in first.logprobs.content)
+    assert answer.usage.prompt_tokens == len(engine.encode(MESSAGES))
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    assert answer.system_fingerprint.startswith("fp_")
+    assert answer.outrider["trace"]["emitted_tokens"] == answer.usage.completion_tokens
+    assert answer._request_id
+
+
+def test_a_stream_by_openais_client(server):
+    client = server.client()
+    whole = client.chat.completions.create(**ASKED, n=2)
+    texts, reasons, usage, origins = ["", ""], [None, None], None, set()
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    for chunk in client.chat.completions.create(**ASKED, n=2, **options):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+            told = choice.model_extra.get("outrider", {}).get("tokens", [])
+            origins |= {token["origin"] for token in told}
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert reasons == [choice.finish_reason for choice in whole.choices]
+    assert usage == whole.usage
+    assert origins <= {"accepted", "correction", "bonus", "plain"}
+    assert origins
+
+
+def test_a_completion_stops_and_speculation_changes_no_text(server):
+    client = server.client()
+    base = {"model": "small", "prompt": "the in the in the", "max_tokens": 40, "seed": 3}
+    plain = client.completions.create(**base, extra_body={"speculation": False})
+    for drafter in ("ngram", "suffix"):
+        how = {"speculation": {"drafter": drafter, "draft_length": 4}}
+        drafted = client.completions.create(**base, extra_body=how)
+        assert drafted.choices[0].text == plain.choices[0].text
+        assert drafted.outrider["drafter"] == drafter
+    text = plain.choices[0].text
+    stop = text[len(text) // 2 :][:2]
+    stopped = client.completions.create(**base, stop=stop)
+    assert stopped.choices[0].text == text[: text.index(stop)]
+    assert stopped.choices[0].finish_reason == "stop"
+
+
+def test_the_same_alone_and_in_company(server):
+    client = server.client()
+    alone = client.chat.completions.create(**ASKED).choices[0].message.content
+    found: list[str | None] = []
+
+    def ask() -> None:
+        found.append(client.chat.completions.create(**ASKED).choices[0].message.content)
+
+    threads = [threading.Thread(target=ask) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert found == [alone] * 6
+
+
+def test_errors_by_openais_client(server):
+    client = server.client()
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    with pytest.raises(openai.BadRequestError, match="tools"):
+        client.chat.completions.create(**ASKED, tools=[tool])
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(**ASKED | {"max_tokens": 10**5})
+    assert caught.value.param == "max_tokens"
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.create(**ASKED | {"model": "other"})
+    with pytest.raises(openai.BadRequestError, match="model:"):
+        client.chat.completions.create(
+            **ASKED, extra_body={"speculation": {"drafter": "model:/etc/passwd"}}
+        )
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_hangs_up_frees_its_places(server, stream):
+    before = server.metric("outrider_disconnects_total")
+    emitted = server.metric("outrider_target_calls_total")
+    body = ASKED | {"max_tokens": 900, "n": 4, "stream": stream, "ignore_eos": True}
+    data = json.dumps(body).encode()
+    host, port = server.address.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=WAIT_S) as wire:
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+        wire.sendall(head.encode() + data)
+        if stream:
+            assert b"200" in wire.recv(100)
+        else:
+            server.wait_for("outrider_running", 4)
+    server.wait_for("outrider_running", 0)
+    assert server.metric("outrider_disconnects_total") == before + 1
+    assert server.metric("outrider_target_calls_total") - emitted < 3600
+    answer = server.client().chat.completions.create(**ASKED)  # all is well
+    assert answer.choices
+
+
+def test_a_full_queue_and_an_end_in_good_order():
+    key = {"OUTRIDER_API_KEY": "secret"}
+    made = start("--target", TOY, "--max-batch", "1", "--queue", "0", env=key)
+    try:
+        client = made.client("secret")
+        with pytest.raises(openai.AuthenticationError):
+            made.client("wrong").models.list()
+        body = {"model": TOY, "prompt": "abab", "max_tokens": 1500, "seed": 1}
+        stream = client.completions.create(**body, stream=True)
+        text = next(stream).choices[0].text
+        with pytest.raises(openai.RateLimitError) as full:
+            client.completions.create(**body)
+        assert int(full.value.response.headers["retry-after"]) >= 1
+        made.process.send_signal(signal.SIGTERM)
+        late = _status_once_draining(made)
+        assert late == 503
+        with pytest.raises(openai.InternalServerError) as stopping:
+            client.completions.create(**body)
+        assert stopping.value.status_code == 503
+        reason = None
+        for chunk in stream:
+            text += chunk.choices[0].text
+            reason = chunk.choices[0].finish_reason or reason
+        assert (len(text), reason) == (1500, "length")
+        _, log = made.process.communicate(timeout=WAIT_S)
+        assert made.process.returncode == 0
+        events = [json.loads(line)["event"] for line in log.splitlines()]
+        assert events.index("draining") < events.index("stopped")
+        assert "secret" not in log
+    finally:
+        made.process.kill()
+        made.process.wait()
+
+
+def _status_once_draining(server: Server) -> int:
+    for _ in range(400):
+        try:
+            urllib.request.urlopen(f"{server.address}/ready", timeout=WAIT_S)
+        except urllib.error.HTTPError as error:
+            return error.code
+        time.sleep(0.02)
+    return 200
+
+
+def test_a_port_that_is_taken_is_told_before_anything_is_loaded():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        command = [sys.executable, "-m", "outrider.cli.main", "serve", "--port", port]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S)
+    assert done.returncode == 2
+    assert f"Port {port}" in done.stderr
+    assert "Traceback" not in done.stderr
