@@ -1,5 +1,5 @@
 # make demo   the default model, with a draft and without
-# make test   the tests, ten to twenty minutes on two cores
+# make test   the tests, about half an hour on two cores
 # make test-slow  the long ones: every draft length on twenty prompts, and the like
 # make check  formatting, lint, types and import layers
 
@@ -14,10 +14,10 @@ demo: $(READY)
 	$(BIN)/outrider demo
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(TEST)
 
 test-slow: $(READY)
-	$(BIN)/python -m pytest -m slow $(SLOW)
+	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal $(SLOW)
 
 check: $(READY)
 	$(BIN)/ruff format --check .
