@@ -22,6 +22,7 @@ __all__ = [
     "AdaptableModel",
     "Beside",
     "Cache",
+    "CacheBytes",
     "DraftSession",
     "Drafter",
     "Head",
@@ -107,6 +108,18 @@ class Model(Protocol):
         Returns the logits after the last of ``tokens`` (row 0) and after each node of the
         proposal (row 1 + node).
         """
+        ...
+
+
+@runtime_checkable
+class CacheBytes(Protocol):
+    """A model, a draft head or a drafter that says how much memory one sequence takes.
+
+    A drafter tells what it keeps of its own; what it shares with the target is the target's.
+    """
+
+    def cache_bytes(self, tokens: int) -> int:
+        """Most bytes for a sequence of so many tokens, drafts included."""
         ...
 
 
@@ -263,6 +276,11 @@ class Tokenizer(Protocol):
         ...
 
     @property
+    def chat_template(self) -> str:
+        """By which they are; empty where they cannot."""
+        ...
+
+    @property
     def vocab_size(self) -> int:
         """One more than the highest real token id."""
         ...
@@ -276,8 +294,13 @@ class Tokenizer(Protocol):
         """The ids of a prompt."""
         ...
 
-    def encode_messages(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """The ids of a conversation, up to where the assistant's answer begins."""
+    def encode_messages(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
+        """The ids of a conversation, up to where the assistant's answer begins.
+
+        ``tools``: functions that the assistant may call, in OpenAI's shape.
+        """
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -324,6 +347,9 @@ class Pick:
         the draft's next best still have their probabilities. ``None`` if it is the same.
     pacing
         Who decides how much of a draft is worth its time; ``None`` takes all.
+    shares_noise
+        Whether ``choose`` and ``siblings`` tell what the target would draw if its law were q, on
+        the very noise of its draw: a guess like any other, that may be dropped.
     """
 
     distribution: Callable[[Float[Tensor, " V"], Sequence[int]], Distribution]
@@ -331,6 +357,7 @@ class Pick:
     siblings: Callable[[Distribution, int, int, int, bool], list[tuple[int, Distribution | None]]]
     ranking: Callable[[Float[Tensor, " V"], Sequence[int]], Distribution] | None = None
     pacing: Pacing | None = None
+    shares_noise: bool = False
 
     def asks(self, source: str) -> bool:
         """Whether a drafter of that name is wanted in this round, for the time that it takes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -67,8 +68,46 @@ def test_overconfident_drafts_are_found_out_and_tried_again():
         kept.append(len(proposal))
         policy.learn(proposal, [])
     assert kept[0] == 2
-    assert kept[-8:].count(0) == 6
-    assert kept[-8:].count(1) == 2
+    # Attempts in vain come 3, 6, 12 and from then on 12 rounds apart.
+    tried = [i for i, n in enumerate(kept) if n == 1][-4:]
+    assert all(kept[i] == 0 for i in range(tried[0] + 1, tried[1]))
+    assert tried[-1] - tried[-2] == 13
+    assert set(kept[tried[0] :]) == {0, 1}
+
+
+def test_patience_starts_afresh_when_drafts_pay_again():
+    policy = Adaptive(4, Price((1, 2), (1.0, 1.0), steps={"slow": 0.4}), retry=4, memory=8.0)
+
+    def asked(rounds, stands):
+        """The rounds in which the drafter was asked."""
+        found = []
+        for i in range(rounds):
+            if policy.asks("slow"):
+                found.append(i)
+                policy.learn(chain(0.5, source="slow"), [0] if stands else [])
+            else:
+                policy.learn(Proposal(), [])
+        return found
+
+    last, but_one = asked(120, stands=False)[:-3:-1]
+    assert last - but_one == 17
+    assert asked(160, stands=True)[-20:] == list(range(140, 160))
+    in_vain = asked(60, stands=False)
+    pauses = [b - a for a, b in itertools.pairwise(in_vain) if b - a > 1]
+    assert pauses[:3] == [5, 9, 17]
+
+
+def test_a_drafter_that_is_asked_again_is_scored_too():
+    """Else its time is spent, and nothing is learned from it."""
+    policy = Adaptive(4, Price((1, 2), (1.0, 1.3), steps={"slow": 0.2}), retry=4)
+    tried = 0
+    for _ in range(60):
+        wanted, trying = policy.asks("slow"), policy._trying == "slow"
+        proposal = policy.trim(chain(0.2, source="slow")) if wanted else Proposal()
+        assert len(proposal) == 1 or not trying
+        tried += trying
+        policy.learn(proposal, [])
+    assert tried >= 2
 
 
 def test_drafts_better_than_they_think_are_found_out_too():

@@ -354,3 +354,48 @@ def test_a_probability_that_is_not_a_number_stops_the_enumeration():
     for program in programs:
         with pytest.raises(ArithmeticError, match="not a number"):
             list(enumerate_outcomes(program))
+
+
+# --- who comes next -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("vocab", [5, 5000])
+def test_a_race_begins_with_what_is_drawn_and_names_nobody_twice(vocab):
+    law = Distribution.dense(np.random.default_rng(vocab).random(vocab) ** 6)
+    for seed in range(200):
+        chooser, place = SeededChooser(seed), Place(seed % 7, "target")
+        first = chooser.race(law, place, 4)
+        assert first[0] == chooser.draw(law, place)
+        assert len(set(first)) == len(first) <= 4
+        assert all(law[token] > 0 for token in first)
+
+
+def test_who_comes_second_would_win_without_the_first():
+    """Of two tokens: the other one. Of three with the law of Plackett and Luce."""
+    p = np.array([0.5, 0.3, 0.2])
+    law, n = Distribution.dense(p), 20_000
+    counts = np.zeros((3, 3), dtype=int)
+    for seed in range(n):
+        first, second, _ = SeededChooser(seed).race(law, Place(0, "target"), 3)
+        counts[first, second] += 1
+    expected = p[:, None] * p[None, :] / (1 - p[:, None])
+    np.fill_diagonal(expected, 0.0)
+    assert chi_square(counts.ravel(), expected.ravel()) > ALPHA
+
+
+def test_enumeration_walks_the_same_orders():
+    p = np.array([0.5, 0.3, 0.2])
+    law = Distribution.dense(p)
+    orders = {}
+    for order, weight in enumerate_outcomes(
+        lambda chooser: tuple(chooser.race(law, Place(0, "target"), 3))
+    ):
+        orders[order] = orders.get(order, 0.0) + weight
+    assert len(orders) == 6
+    for (first, second, third), weight in orders.items():
+        assert weight == pytest.approx(p[first] * p[second] / (p[second] + p[third]), abs=1e-12)
+
+
+def test_a_scripted_race_takes_as_many_tokens():
+    law = Distribution.dense([0.5, 0.3, 0.2])
+    assert ScriptedChooser(draws=[2, 0, 1]).race(law, Place(0, "target"), 2) == [2, 0]

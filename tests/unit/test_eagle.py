@@ -146,27 +146,31 @@ def test_beside_a_transformers_target():
     assert engine.generate(TEXT[:9], max_tokens=20).token_ids == plain.token_ids
 
 
+class Knowing:
+    """A head that knows the law of a toy target."""
+
+    taps = (0,)
+
+    def __init__(self, model):
+        self.model, self.rows = model, torch.from_numpy(model_rows(model))
+        self.ids = torch.arange(model.vocab_size)
+
+    def new_cache(self, capacity):
+        return self.model.new_cache(capacity)
+
+    def feed(self, cache, tokens, hidden):
+        cache.tokens.extend(tokens)
+        return self.rows[tokens[-1]], hidden[-1]
+
+    def grow(self, cache, tree, nodes, states):
+        return torch.stack([self.rows[tree.tokens[n]] for n in nodes]), states
+
+
 def test_a_head_that_copies_its_target_is_always_right():
     """A toy head that knows the target's law: every draft stands, at every depth."""
     model = ToyModel.random(5, 1, order=1)
-    knows = torch.from_numpy(model_rows(model))
-
-    class Knowing:
-        taps = (0,)
-        ids = torch.arange(5)
-
-        def new_cache(self, capacity):
-            return model.new_cache(capacity)
-
-        def feed(self, cache, tokens, hidden):
-            cache.tokens.extend(tokens)
-            return knows[tokens[-1]], hidden[-1]
-
-        def grow(self, cache, tree, nodes, states):
-            return torch.stack([knows[tree.tokens[n]] for n in nodes]), states
-
     for shape in (Chain(), Static((2, 2)), Dynamic(40, 3)):
-        engine = Engine(model, drafter=EagleDrafter(Knowing(), model, shape))
+        engine = Engine(model, drafter=EagleDrafter(Knowing(model), model, shape))
         told = engine.generate([0, 1], max_tokens=24, draft_length=3).trace.summary()
         assert told["tokens_per_target_call"] == 4.0
 
@@ -256,3 +260,43 @@ def test_a_conversation_keeps_the_head_in_step():
         prefix.keep(generation.session)
         assert ids == engine.generate(text, max_tokens=9, plain=True).token_ids
         text = [*text, *ids, *TEXT[40:44]]
+
+
+def test_under_sampling_a_tree_follows_the_noise_that_the_target_is_drawn_on():
+    """A head that knows the target's law foresees what will be drawn."""
+    model = ToyModel.random(6, 1, order=1)
+    drafter = EagleDrafter(Knowing(model), model, Dynamic(1, 1))
+    engine = Engine(model, drafter=drafter, rule="coupled")
+    request = {"max_tokens": 60, "temperature": 1.0, "draft_length": 1}
+    foreseen = [engine.generate([0, 1], seed=seed, **request) for seed in range(4)]
+    for seed, output in enumerate(foreseen):
+        assert output.trace.summary()["tokens_per_target_call"] == 2.0
+        plain = engine.generate([0, 1], seed=seed, plain=True, **request)
+        assert output.token_ids == plain.token_ids
+    drawn = engine.generate([0, 1], seed=0, rule="rejection", **request)
+    assert drawn.trace.summary()["tokens_per_target_call"] < 1.8
+
+
+def test_a_head_reads_the_end_of_a_long_prompt_alone():
+    """What it reads decides what it drafts, never what comes out."""
+    model = native(randomise(new_module("llama")), "float32")
+    head = NativeHead(head_module(), model)
+    fed = []
+
+    class Watched:
+        taps, ids = head.taps, head.ids
+        new_cache, grow = head.new_cache, head.grow
+
+        def feed(self, cache, tokens, hidden):
+            fed.append((len(tokens), len(hidden)))
+            return head.feed(cache, tokens, hidden)
+
+    text = [*TEXT, *TEXT]
+    plain = Engine(model, drafter="none").generate(text, max_tokens=30)
+    for context in (8, len(text) - 1, len(text), 1000):
+        fed.clear()
+        drafter = EagleDrafter(Watched(), model, Dynamic(6, 3), context=context)
+        output = Engine(model, drafter=drafter).generate(text, max_tokens=30, draft_length=3)
+        assert output.token_ids == plain.token_ids
+        assert fed[0] == (min(context, len(text)) - 1,) * 2
+        assert all(n <= 6 for n, _ in fed[1:])

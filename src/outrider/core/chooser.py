@@ -71,6 +71,11 @@ class Chooser(Protocol):
         """A token with the given law."""
         ...
 
+    def race(self, law: Distribution, place: Place, count: int) -> list[int]:
+        """What ``draw`` gives, and further tokens, as many at most, in the order in which they
+        would be drawn if those before them could not come."""
+        ...
+
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -141,16 +146,17 @@ class SeededChooser:
 
     def draw(self, law: Distribution, place: Place) -> int:
         """The winner of the exponential race at this place."""
+        return self.race(law, place, 1)[0]
+
+    def race(self, law: Distribution, place: Place, count: int) -> list[int]:
+        """The first to finish: the winner, and up to ``count`` in all of those that come close."""
         if len(law.ids) == 1:
-            return int(law.ids[0])
+            return [int(law.ids[0])]
         key, size = self._key(place), law.vocab_size
-        winner, best = -1, math.inf
         heavy = np.flatnonzero(law.probs > self.SPLIT)
-        if len(heavy):
-            ids = law.ids[heavy]
-            finish = -np.log(_uniforms(key, ids)) / (law.probs[heavy] - self.SPLIT)
-            first = int(np.argmin(finish))
-            winner, best = int(ids[first]), float(finish[first])
+        runners = [law.ids[heavy]]
+        finishes = [-np.log(_uniforms(key, runners[0])) / (law.probs[heavy] - self.SPLIT)]
+        best = float(finishes[0].min(initial=math.inf))
         # Points of the other race, a block at a time; their counters lie below every token id.
         time, block, next_counter = 0.0, 8 + size // 256, -1
         while time < self.SPLIT * best:
@@ -160,10 +166,14 @@ class SeededChooser:
             ids = (noise[block:] * size).astype(np.int64)
             with np.errstate(divide="ignore"):
                 finish = times / np.minimum(law.at(ids), self.SPLIT)
-            first, time = int(np.argmin(finish)), float(times[-1])
-            if finish[first] < best:
-                winner, best = int(ids[first]), float(finish[first])
-        return winner
+            runners.append(ids)
+            finishes.append(finish)
+            best, time = min(best, float(finish.min())), float(times[-1])
+        ids, finish = np.concatenate(runners), np.concatenate(finishes)
+        if count == 1:
+            return [int(ids[np.argmin(finish)])]
+        order = np.argsort(finish, kind="stable")[: np.count_nonzero(np.isfinite(finish))]
+        return list(dict.fromkeys(ids[order].tolist()))[:count]  # whoever runs twice comes once
 
 
 class ScriptedChooser:
@@ -183,6 +193,10 @@ class ScriptedChooser:
         if law[token] == 0.0:
             raise ValueError(f"Token {token} was scripted, but it has probability zero here.")
         return token
+
+    def race(self, law: Distribution, place: Place, count: int) -> list[int]:
+        """As many scripted tokens."""
+        return _one_after_another(self, law, place, count)
 
 
 class EnumeratingChooser:
@@ -239,6 +253,19 @@ class EnumeratingChooser:
         token = self._choose(outcomes)
         earlier.append((law, token))
         return token
+
+    def race(self, law: Distribution, place: Place, count: int) -> list[int]:
+        """Every order of finish is walked: who comes second wins without the first."""
+        return _one_after_another(self, law, place, count)
+
+
+def _one_after_another(chooser: Chooser, law: Distribution, place: Place, count: int) -> list[int]:
+    found: list[int] = []
+    left: Distribution | None = law
+    while left is not None and len(found) < count:
+        found.append(chooser.draw(left, place))
+        left = left.without(found[-1])
+    return found
 
 
 def enumerate_outcomes(program: Callable[[Chooser], T]) -> Iterator[tuple[T, float]]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from jaxtyping import Float
 from torch import Tensor
 
-__all__ = ["ALWAYS", "ONE_OF_MANY", "of_match", "of_token"]
+from outrider.core.distribution import Distribution
+
+__all__ = ["ALWAYS", "ONE_OF_MANY", "of_draw", "of_match", "of_siblings", "of_token"]
 
 ONE_OF_MANY = 1.5
 ALWAYS = 1.0
@@ -26,11 +30,46 @@ def of_match(matched: int, half: float) -> float:
     return matched / (matched + half)
 
 
-def of_token(logits: Float[Tensor, " V"], token: int) -> float:
-    """The draft's own probability of a token, before the request's processors.
+def of_token(logits: Float[Tensor, " V"], token: int, foreseen: bool = False) -> float:
+    """From the draft's own probability of a token, before the request's processors.
+
+    ``foreseen``: it was drawn on the noise of the target's own draw.
 
     >>> import torch
     >>> round(of_token(torch.tensor([0.0, 1.0986]), 1), 2)
     0.75
     """
-    return float((logits[token] - logits.logsumexp(0)).exp())
+    q = float((logits[token] - logits.logsumexp(0)).exp())
+    return of_draw(q) if foreseen else q
+
+
+def of_draw(q: float) -> float:
+    """The chance that a token which q's race draws is what p's race draws on the same noise.
+
+    A token that q gives little is drawn for its noise, which favours it under p as well. Fitted to
+    what the head of smollm2-135m drafts at temperature 1: 0.15, 0.25, 0.36, 0.41, 0.65 for q about
+    0, 0.12, 0.24, 0.39, 0.70.
+
+    >>> of_draw(0.0), round(of_draw(0.7), 2)
+    (0.16, 0.65)
+    """
+    return 0.16 + 0.7 * q
+
+
+def of_siblings(q: Distribution, tokens: Sequence[int], foreseen: bool = False) -> list[float]:
+    """The chances of several tokens after one parent.
+
+    ``foreseen``: they finished first, in this order, in q's race on the noise of the target's own
+    draw; the constants are fitted as in ``of_draw``.
+
+    >>> of_siblings(Distribution.dense([0.5, 0.25, 0.25]), [1, 0])
+    [0.25, 0.5]
+    >>> first, second, third = of_siblings(Distribution.dense([0.5, 0.25, 0.25]), [1, 0, 2], True)
+    >>> first > second > third > 0
+    True
+    """
+    if not foreseen or not tokens:
+        return [q[token] for token in tokens]
+    first = of_draw(q[tokens[0]])
+    others = [0.08 / rank + 0.4 * q[token] for rank, token in enumerate(tokens[1:], 1)]
+    return [first, *((1.0 - first) * chance for chance in others)]

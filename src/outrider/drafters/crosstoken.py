@@ -15,7 +15,7 @@ from outrider.core.sequences import common_prefix
 from outrider.drafters.confidence import of_token
 from outrider.drafters.respell import Reader, Words
 from outrider.errors import NumericalError, RollbackError, UsageError
-from outrider.protocols import DraftSession, Model, Pick, Setting, Tokenizer
+from outrider.protocols import CacheBytes, DraftSession, Model, Pick, Setting, Tokenizer
 from outrider.registry import did_you_mean
 
 __all__ = ["CrossTokenDrafter"]
@@ -154,6 +154,11 @@ class CrossTokenDrafter:
         token = _TokenSession(reader, run, self._common, self._target)
         return token if self.method == "tli" else _EitherSession(token, text)
 
+    def cache_bytes(self, tokens: int) -> int:
+        """What the draft model's own cache takes, with room for twice as many tokens as the target
+        has: its tokenizer may cut finer."""
+        return self.model.cache_bytes(2 * tokens) if isinstance(self.model, CacheBytes) else 0
+
 
 def _check_method(method: str) -> None:
     if method not in _METHODS:
@@ -227,7 +232,7 @@ class _TokenSession:
             drafted.append(token)
             laws.append(law)
             ids.append(self._back[token])
-            sure.append(of_token(logits, self._back[token]))
+            sure.append(of_token(logits, self._back[token], pick.shares_noise))
             if law is None and not pick.goes_on("crosstoken", sure):
                 break
         return Proposal.chain(drafted, laws, confidence=sure, source="crosstoken")

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf, log
+from typing import TypeVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from outrider.core.distribution import Distribution
 from outrider.core.proposal import ROOT, Proposal
 from outrider.core.sequences import common_prefix
 from outrider.drafters.beside import OnItsOwn
-from outrider.drafters.confidence import of_token
+from outrider.drafters.confidence import of_siblings, of_token
 from outrider.drafters.shape import Chain, Dynamic, Shape, parse_shape
 from outrider.drafters.tree import Tree
 from outrider.errors import UsageError
-from outrider.protocols import Cache, Head, Model, Pick, Setting
+from outrider.protocols import Cache, CacheBytes, Head, Model, Pick, Setting
 
 __all__ = ["EagleDrafter"]
+
+T = TypeVar("T")
+
+_FEW = 64
+"""Tokens among which a draw is foreseen."""
 
 
 class EagleDrafter:
@@ -37,9 +44,13 @@ class EagleDrafter:
     shape
         A chain, a tree of fixed widths, or one that grows where the head is confident. Chains and
         fixed trees are drawn under the rule in force; a growing tree is ranked by the head's own
-        probabilities and holds no chance, so that it is exact under every rule.
+        probabilities and holds no chance, so that it is exact under every rule. Where the rule
+        draws the target's token on noise that is known beforehand, the tree follows that noise.
     default_length
         Depth of a proposal when none is asked for.
+    context
+        Tokens of the prompt that the head reads, the last ones: heads are trained on short texts,
+        and a long prompt takes time.
 
     Source: Li et al. 2025 (arXiv 2503.01840), EAGLE-3; growing trees, Li et al. 2024 (arXiv
     2406.16858), EAGLE-2, section 4: a node's value is the product of q along its path.
@@ -53,11 +64,13 @@ class EagleDrafter:
         target: Model,
         shape: Shape | None = None,
         default_length: int = 5,
+        context: int = 256,
     ) -> None:
         self.head = head
         self.target = target
         self.shape = Dynamic(16, 4) if shape is None else shape
         self.default_length = default_length
+        self.context = context
         self.taps = head.taps
 
     @property
@@ -86,27 +99,32 @@ class EagleDrafter:
 
     def start_beside(self, cache: Cache, prompt: Sequence[int], capacity: int) -> _EagleSession:
         """A session that reads the hidden states in the target's cache."""
-        return _EagleSession(self, cache, capacity)
+        return _EagleSession(self, cache, max(0, len(prompt) - self.context), capacity)
+
+    def cache_bytes(self, tokens: int) -> int:
+        """What the head's own cache takes, where that is known."""
+        return self.head.cache_bytes(tokens) if isinstance(self.head, CacheBytes) else 0
 
 
 class _EagleSession:
-    def __init__(self, drafter: EagleDrafter, cache: Cache, capacity: int) -> None:
+    def __init__(self, drafter: EagleDrafter, cache: Cache, skipped: int, capacity: int) -> None:
         self._head = drafter.head
         self._shape = drafter.shape
         self._vocab = drafter.target.vocab_size
         self._target_cache = cache
-        self._cache = self._head.new_cache(capacity)
+        self._skipped = skipped
+        self._cache = self._head.new_cache(capacity - skipped)
         self._fed: list[int] = []
 
     def propose(self, tokens: Sequence[int], length: int, pick: Pick) -> Proposal:
         pairs = len(tokens) - 1  # each of a token and the hidden states of the one before
-        if length <= 0 or pairs < 1 or self._target_cache.length < pairs:
+        if length <= 0 or pairs <= self._skipped or self._target_cache.length < pairs:
             return Proposal()
         if not pick.asks("eagle"):
             return Proposal()
         # The last pair is fed again where nothing is new: its output is where drafting starts.
-        start = max(0, min(common_prefix(self._fed, tokens) - 1, pairs - 1))
-        self._cache.rollback(start)
+        start = max(self._skipped, min(common_prefix(self._fed, tokens) - 1, pairs - 1))
+        self._cache.rollback(start - self._skipped)
         hidden: Float[Tensor, "n widths"] = self._target_cache.hidden.first(pairs)[start:]  # type: ignore[attr-defined]
         logits, state = self._head.feed(self._cache, tokens[start + 1 :], hidden)
         self._fed = list(tokens)
@@ -116,7 +134,7 @@ class _EagleSession:
             found = self._chain(logits, state, length, pick)
         else:
             found = self._drawn(logits, state, length, pick)
-        self._cache.rollback(pairs)
+        self._cache.rollback(pairs - self._skipped)
         return found
 
     def _chain(
@@ -130,7 +148,7 @@ class _EagleSession:
             token, law = pick(wide, drafted)
             drafted.append(token)
             laws.append(law)
-            sure.append(of_token(wide, token))
+            sure.append(of_token(wide, token, pick.shares_noise))
             more = law is not None or pick.goes_on("eagle", sure)
             if len(drafted) == length or not more:
                 return Proposal.chain(drafted, laws, confidence=sure, source="eagle")
@@ -174,20 +192,25 @@ class _EagleSession:
         places: list[int] = []
         rows, states, level = logits[None], state[None], [ROOT]
         for depth in range(length):
-            scores, best = torch.log_softmax(rows.float(), dim=-1).topk(
-                min(shape.width, rows.shape[1])
-            )
             first = len(tokens)
-            sure += scores.exp().flatten().tolist()
-            above = [0.0 if node == ROOT else worth[node] for node in level]
-            scores = scores + torch.tensor(above)[:, None]
-            tokens += self._head.ids[best.flatten()].tolist()
-            worth += scores.flatten().tolist()
-            parents += [node for node in level for _ in range(scores.shape[1])]
+            if pick.shares_noise:
+                offers = [
+                    self._foreseen(row, _path(node, parents, tokens), shape.width, pick)
+                    for row, node in zip(rows, level, strict=True)
+                ]
+            else:
+                offers = self._probable(rows, shape.width)
+            for node, offer in zip(level, offers, strict=True):
+                above = 0.0 if node == ROOT else worth[node]
+                for token, chance in offer:
+                    tokens.append(token)
+                    parents.append(node)
+                    sure.append(chance)
+                    worth.append(above + log(chance) if chance > 0.0 else -inf)
             if depth + 1 == length:
                 break
             new = sorted(range(first, len(tokens)), key=lambda node: -worth[node])[: shape.width]
-            order = sorted(n for n in new if pick.goes_on("eagle", _along(n, parents, sure)))
+            order = sorted(n for n in new if pick.goes_on("eagle", _path(n, parents, sure)))
             if not order:
                 break
             number = {ROOT: ROOT} | {place: i for i, place in enumerate(places)}
@@ -208,17 +231,39 @@ class _EagleSession:
         grown = Proposal(tuple(tokens), tuple(parents), laws, tuple(sure), "eagle")
         return grown.only(kept)
 
-    def _widen(self, logits: Float[Tensor, " Vd"]) -> Float[Tensor, " V"]:
-        """Over the target's vocabulary."""
+    def _probable(self, rows: Float[Tensor, "n Vd"], width: int) -> list[list[tuple[int, float]]]:
+        """The head's most probable tokens after each row, each with its probability."""
+        chances, best = rows.float().softmax(dim=-1).topk(min(width, rows.shape[1]))
+        ids = self._head.ids[best].tolist()
+        return [list(zip(*pair, strict=True)) for pair in zip(ids, chances.tolist(), strict=True)]
+
+    def _foreseen(
+        self, row: Float[Tensor, " Vd"], path: Sequence[int], width: int, pick: Pick
+    ) -> list[tuple[int, float]]:
+        """The token that the target would draw if its law were the head's, and the next best.
+
+        A few likely tokens are enough to draw among: what is drafted need not follow q's law
+        where the rule keeps no draft for its law.
+        """
+        few = row.topk(min(_FEW, len(row))).indices
+        q = pick.distribution(self._widen(row[few], few), path)
+        depth = len(path)
+        found = [token for token, _ in pick.siblings(q, width, depth, depth, True)]
+        return list(zip(found, of_siblings(q, found, foreseen=True), strict=True))
+
+    def _widen(
+        self, logits: Float[Tensor, " n"], few: Int64[Tensor, " n"] | None = None
+    ) -> Float[Tensor, " V"]:
+        """Over the target's vocabulary: all of the head's tokens, or a few of them."""
         wide = logits.new_full((self._vocab,), -torch.inf)
-        wide[self._head.ids] = logits
+        wide[self._head.ids if few is None else self._head.ids[few]] = logits
         return wide
 
 
-def _along(node: int, parents: Sequence[int], sure: Sequence[float]) -> list[float]:
-    """The confidences of a node and those above it."""
+def _path(node: int, parents: Sequence[int], values: Sequence[T]) -> list[T]:
+    """The values at the nodes from the top down to one node."""
     found = []
     while node != ROOT:
-        found.append(sure[node])
+        found.append(values[node])
         node = parents[node]
     return found[::-1]

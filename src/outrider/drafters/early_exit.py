@@ -127,7 +127,7 @@ class _EarlyExitSession:
             token, law = pick(logits, drafted)
             drafted.append(token)
             laws.append(law)
-            sure.append(of_token(logits, token))
+            sure.append(of_token(logits, token, pick.shares_noise))
             if law is None and not pick.goes_on("early_exit", sure):
                 break
             feed = [token]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from outrider.core.proposal import Proposal
 from outrider.drafters.beside import begin, taps_of
 from outrider.errors import UsageError
-from outrider.protocols import Cache, Drafter, DraftSession, Pick, Setting
+from outrider.protocols import Cache, CacheBytes, Drafter, DraftSession, Pick, Setting
 from outrider.registry import DRAFTERS
 
 __all__ = ["MixedDrafter", "split_parts"]
@@ -95,6 +95,10 @@ class MixedDrafter:
     def start_beside(self, cache: Cache, prompt: Sequence[int], capacity: int) -> _MixedSession:
         """A session of each part, on the target's cache where that part works on it."""
         return _MixedSession(self, [begin(part, prompt, capacity, cache) for part in self.parts])
+
+    def cache_bytes(self, tokens: int) -> int:
+        """What all parts keep."""
+        return sum(part.cache_bytes(tokens) for part in self.parts if isinstance(part, CacheBytes))
 
     @property
     def taps(self) -> tuple[int, ...]:

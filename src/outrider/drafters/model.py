@@ -11,7 +11,7 @@ from outrider.drafters.confidence import of_token
 from outrider.drafters.shape import Chain, Shape, parse_shape
 from outrider.drafters.tree import Tree
 from outrider.errors import RollbackError, UsageError
-from outrider.protocols import Model, Pick, Setting
+from outrider.protocols import CacheBytes, Model, Pick, Setting
 
 __all__ = ["ModelDrafter"]
 
@@ -79,6 +79,10 @@ class ModelDrafter:
         """A session with a cache of its own; the prompt is fed on the first call."""
         return _ModelSession(self.model, capacity, self.shape)
 
+    def cache_bytes(self, tokens: int) -> int:
+        """What the draft model's own cache takes, where that is known."""
+        return self.model.cache_bytes(tokens) if isinstance(self.model, CacheBytes) else 0
+
 
 class _ModelSession:
     def __init__(self, model: Model, capacity: int, shape: Shape) -> None:
@@ -122,7 +126,7 @@ class _ModelSession:
             token, law = pick(logits, drafted)
             drafted.append(token)
             laws.append(law)
-            sure.append(of_token(logits, token))
+            sure.append(of_token(logits, token, pick.shares_noise))
             if law is None and not pick.goes_on("model", sure):
                 break
             feed = [token]

@@ -23,6 +23,9 @@ from outrider.registry import did_you_mean
 
 __all__ = ["Continuation", "SuffixAutomaton", "SuffixDrafter", "read_corpus"]
 
+_INDEX_BYTES = 1024
+"""Most that a token takes in an index: two states, each with a table."""
+
 
 class SuffixDrafter:
     """Proposes the commonest continuations of the longest suffix that occurred before.
@@ -131,6 +134,10 @@ class SuffixDrafter:
         """A session with the prompt indexed, and the texts of finished requests in the store."""
         self.store.settle()
         return _SuffixSession(self, prompt)
+
+    def cache_bytes(self, tokens: int) -> int:
+        """What the index of a text takes."""
+        return _INDEX_BYTES * tokens
 
 
 class _SuffixSession:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from outrider.core.distribution import Distribution
 from outrider.core.proposal import ROOT, Proposal
+from outrider.drafters.confidence import of_siblings
 from outrider.drafters.shape import Dynamic, Shape
 from outrider.protocols import Pick
 
@@ -34,7 +35,7 @@ class Tree:
         self._tokens: list[int] = []
         self._parents: list[int] = []
         self._laws: list[Distribution | None] = []
-        self._worth: list[float] = []  # log of q along the path, for dynamic shapes
+        self._worth: list[float] = []  # log of the chances along the path, for dynamic shapes
         self._level: list[int] = [ROOT]
 
     def grow(self, shape: Shape, depth: int, logits: Float[Tensor, "rows V"]) -> None:
@@ -58,10 +59,11 @@ class Tree:
             q = rank(logits[parent - ROOT], self._path(parent))
             width, droppable = shape.width_at(depth), isinstance(shape, Dynamic)
             children = self._pick.siblings(q, width, depth, len(self._tokens), droppable)
-            for token, law in children:
+            chances = of_siblings(q, [t for t, _ in children], self._pick.shares_noise)
+            for (token, law), chance in zip(children, chances, strict=True):
                 self._level.append(len(self._tokens))
-                self._worth.append(self._value(parent) + log(q[token]))
-                self._sure.append(q[token])
+                self._worth.append(self._value(parent) + log(chance))
+                self._sure.append(chance)
                 self._tokens.append(token)
                 self._parents.append(parent)
                 self._laws.append(law)

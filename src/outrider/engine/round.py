@@ -134,7 +134,7 @@ def _pick(s: Session) -> Pick:
 
     def pick_law(logits: Float[Tensor, " Vq"], path: Sequence[int]) -> Distribution:
         context = Context([*s.tokens, *path], s.prompt_length)
-        return s.law(context, _widen(logits, s.model.vocab_size))
+        return s.law.of_draft(context, _widen(logits, s.model.vocab_size))
 
     def pick_token(q: Distribution, depth: int, node: int) -> tuple[int, Distribution | None]:
         return s.rule.draft(q, s.chooser, position + depth, s.round, node)
@@ -146,12 +146,14 @@ def _pick(s: Session) -> Pick:
 
     def rank(logits: Float[Tensor, " Vq"], path: Sequence[int]) -> Distribution:
         context = Context([*s.tokens, *path], s.prompt_length)
-        return ranked(context, _widen(logits, s.model.vocab_size))
+        return ranked.of_draft(context, _widen(logits, s.model.vocab_size))
 
     # At temperature 0 the law holds the best token alone; a tree asks for the next best too.
     ranked = s.law.without_choice()
     greedy = s.law.greedy and s.rule.name == "greedy"
-    return Pick(pick_law, pick_token, pick_siblings, rank if greedy else pick_law, s.pacing)
+    shares_noise = s.rule.invariant and not s.law.greedy
+    ranking = rank if greedy else pick_law
+    return Pick(pick_law, pick_token, pick_siblings, ranking, s.pacing, shares_noise)
 
 
 def _widen(logits: Float[Tensor, " Vq"], vocab_size: int) -> Float[Tensor, " V"]:

@@ -38,6 +38,14 @@ class _Rate:
         return (self.kept + trials * guess) / (self.tried + trials)
 
 
+@dataclass(slots=True)
+class _Wait:
+    """Rounds without a draft so far, and before the next attempt."""
+
+    patience: int
+    rounds: int = 0
+
+
 class Adaptive:
     """The draft that decodes the most tokens in a unit of time, if drafts go on as they did.
 
@@ -68,7 +76,8 @@ class Adaptive:
     memory
         Trials that are remembered, in effect.
     retry
-        Rounds without a draft before the next attempt.
+        Rounds without a draft before the next attempt; twice as many after each in vain, up to four
+        times as many.
 
     Raises
     ------
@@ -107,7 +116,8 @@ class Adaptive:
         self._rates: dict[tuple[str, int], _Rate] = {}
         self._drawn: _Rate | None = None
         self._first: dict[str, _Rate] = {}
-        self._idle: dict[str, int] = {}
+        self._waits: dict[str, _Wait] = {}
+        self._trying: str | None = None
         self._per_pass = _Rate()
         self._others = (0, 0.0)
 
@@ -134,7 +144,7 @@ class Adaptive:
         alpha = self._drawn.mean(0.5, self._prior / 2)
         longest = min(self._most, _LONGEST_DRAWN)
         best = max(range(longest + 1), key=lambda n: (self._speed(alpha, n), -n))
-        return best or int(self._waited("length"))
+        return best if self._pays("length", best > 0) else int(self._waited("length"))
 
     def _speed(self, alpha: float, length: int) -> float:
         tokens = length + 1 if alpha == 1.0 else (1 - alpha ** (length + 1)) / (1 - alpha)
@@ -147,7 +157,9 @@ class Adaptive:
         if not step or first is None:
             return True
         pays = first.mean(0.5, self._prior) > self._value * (step + self._row(1))
-        return pays or self._waited(source)
+        if not self._pays(source, pays) and self._waited(source):
+            self._trying = source
+        return pays or self._trying == source
 
     def goes_on(self, source: str, confidence: Sequence[float]) -> bool:
         """Whether a chain is worth one more step after tokens of such confidence."""
@@ -174,12 +186,17 @@ class Adaptive:
             surplus = gain - self._value * self._rows(n)
             if surplus > most:
                 best, most = n, surplus
-        if not best and self._waited("trim"):
+        # A drafter that was asked to see if things have changed is to be seen.
+        what = f"trim {proposal.source}"
+        if not self._pays(what, best > 0) and (
+            self._trying == proposal.source or self._waited(what)
+        ):
             best = 1
         return proposal if best == len(worth) else proposal.only(sorted(order[:best]))
 
     def learn(self, proposal: Proposal, path: Sequence[int]) -> None:
         """Count a round: each node whose parent stood was tried, and those in ``path`` stood."""
+        self._trying = None
         source, stood = proposal.source, {ROOT, *path}
         cost = self._price.of(1 + len(proposal)) + proposal.depth * self._price.step_of(source)
         self._per_pass.add(1.0 + len(path), cost, self._memory)
@@ -197,10 +214,20 @@ class Adaptive:
                     rate = self._rate(source, proposal.confidence[node])
                     rate.add(float(node in stood), 1.0, self._memory)
 
+    def _pays(self, what: str, pays: bool) -> bool:
+        """Note whether something pays at present: if it does, patience starts afresh."""
+        if pays:
+            self._waits.pop(what, None)
+        return pays
+
     def _waited(self, what: str) -> bool:
         """Count a round without; whether it is time to see if things have changed."""
-        self._idle[what] = (self._idle.get(what, 0) + 1) % (self._retry + 1)
-        return not self._idle[what]
+        wait = self._waits.setdefault(what, _Wait(self._retry))
+        wait.rounds += 1
+        if wait.rounds <= wait.patience:
+            return False
+        wait.rounds, wait.patience = 0, min(2 * wait.patience, 4 * self._retry)
+        return True
 
     def beside(self, rows: int, tokens: float) -> None:
         """Rows that others feed in the coming pass, and tokens that come of them: rows behind

@@ -46,10 +46,11 @@ class Coupled:
         node: int,
         droppable: bool,
     ) -> list[tuple[int, Distribution | None]]:
-        """q's winner on the target's noise, then its most probable other tokens."""
-        winner, _ = self.draft(q, chooser, position, round, node)
-        others = [token for token in q.most_probable(count) if token != winner]
-        return [(token, None) for token in [winner, *others][:count]]
+        """Those that finish first in q's race on the target's noise, then its most probable."""
+        first = chooser.race(q, Place(position, "target"), count)
+        if len(first) < count:
+            first += [token for token in q.most_probable(count) if token not in first]
+        return [(token, None) for token in first[:count]]
 
     def judge(
         self, target: Target, proposal: Proposal, chooser: Chooser, position: int, round: int
