@@ -64,10 +64,17 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="prompts of each kind")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument(
+        "--draft-length",
+        type=int,
+        help="depth of a proposal; all of it is scored, whatever it costs",
+    )
     parser.add_argument("--log", type=Path, help="JSON lines; resumed")
     args = parser.parse_args()
     engine = Engine.load(args.target, runtime=args.runtime, dtype=args.dtype)
     request = {"max_tokens": args.max_tokens, "temperature": args.temperature, "seed": 1}
+    if args.draft_length is not None:
+        request["draft_length"] = args.draft_length
     rows = []
     if args.log and args.log.exists():
         rows = [json.loads(line) for line in args.log.read_text().splitlines()]

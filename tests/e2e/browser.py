@@ -17,7 +17,7 @@ from typing import Any
 
 __all__ = ["Browser", "Tab", "find_chromium"]
 
-_TIMEOUT_S = 60.0
+_TIMEOUT_S = 300.0
 # The browser reads from descriptor 3 and writes to 4.
 _START = """
 import os, sys
@@ -107,9 +107,9 @@ class Browser:
         one, _, self._rest = self._rest.partition(b"\0")
         return dict(json.loads(one))
 
-    def open(self, page: Path, *, width: int, height: int = 900, dark: bool = False,
+    def open(self, page: Path | str, *, width: int, height: int = 900, dark: bool = False,
              scripts: bool = True) -> Tab:  # fmt: skip
-        """A page in a new tab, once it is loaded."""
+        """A file or an address in a new tab, once it is loaded."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         tab = Tab(self, session)
@@ -124,7 +124,8 @@ class Browser:
             tab.call("Emulation.setEmulatedMedia", features=features)
         if not scripts:
             tab.call("Emulation.setScriptExecutionDisabled", value=True)
-        tab.call("Page.navigate", url=page.resolve().as_uri())
+        address = page if isinstance(page, str) else page.resolve().as_uri()
+        tab.call("Page.navigate", url=address)
         self.wait_for("Page.loadEventFired", session)
         return tab
 
@@ -148,10 +149,21 @@ class Tab:
 
     def press(self, key: str) -> None:
         """A key, down and up."""
-        codes = {"Tab": 9, "End": 35, "ArrowUp": 38, "ArrowDown": 40}
+        codes = {
+            "Tab": 9, "Enter": 13, "Escape": 27, "End": 35, "Home": 36, "ArrowLeft": 37,
+            "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40,
+        }  # fmt: skip
         about = {"key": key, "code": key, "windowsVirtualKeyCode": codes[key]}
         for kind in ("rawKeyDown", "keyUp"):
             self.call("Input.dispatchKeyEvent", type=kind, **about)
+
+    def wait_until(self, expression: str) -> None:
+        """Until a JavaScript expression is true in the page."""
+        until = time.monotonic() + _TIMEOUT_S
+        while not self.evaluate(expression):
+            if time.monotonic() > until:
+                raise TimeoutError(f"Never true in the page: {expression}")
+            time.sleep(0.02)
 
     def screenshot(self, place: Path, *, whole: bool = True) -> None:
         """The page as a PNG."""

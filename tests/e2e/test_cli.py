@@ -15,6 +15,7 @@ import time
 import pytest
 
 from outrider.cli.main import main
+from tests.patience import HANGS_S
 from tests.small_models import new_module, new_tokenizer, save
 
 OUTRIDER = [sys.executable, "-m", "outrider.cli.main"]
@@ -29,7 +30,7 @@ def run(*arguments, text="", env=None):
         capture_output=True,
         text=True,
         env=PLAIN_ENV | (env or {}),
-        timeout=120,
+        timeout=HANGS_S,
     )
 
 
@@ -53,7 +54,7 @@ def run_in_terminal(*arguments, env=None):
         if not block:
             break
         shown += block
-    process.wait(timeout=60)
+    process.wait(timeout=HANGS_S)
     os.close(master)
     return process.returncode, shown.decode()
 
@@ -199,7 +200,7 @@ def test_interrupt_ends_cleanly():
     assert process.stdout.read(64)  # it is at work
     time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=HANGS_S)
     assert process.returncode in (1, 130)
     assert b"Traceback" not in errors
 
@@ -209,7 +210,7 @@ def test_a_closed_pipe_ends_quietly():
         [*OUTRIDER, "generate", "abab", "--target", "toy:context=99999", "-n", "9999"]
     )
     done = subprocess.run(
-        f"{command} | head -c 5", shell=True, capture_output=True, text=True, timeout=120
+        f"{command} | head -c 5", shell=True, capture_output=True, text=True, timeout=HANGS_S
     )
     assert len(done.stdout) == 5
     assert "Traceback" not in done.stderr
