@@ -1,11 +1,16 @@
-"""Draws docs/run.svg, the README's picture: a real run, token by token.
+"""Draws the pictures that show real runs of the default model.
 
-.venv/bin/python docs/picture.py
+.venv/bin/python -m docs.picture run     docs/run.svg, the README's: a run, token by token
+.venv/bin/python -m docs.picture page    docs/page.png: the server's page in Chromium
 """
 
 from __future__ import annotations
 
 import io
+import json
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 from rich.console import Console
@@ -13,9 +18,12 @@ from rich.console import Console
 from outrider import Engine
 from outrider.cli.demo import EDIT
 from outrider.cli.screen import Screen
+from tests.e2e.browser import Browser, find_chromium
+
+FOLDER = Path(__file__).parent
 
 
-def main() -> None:
+def run() -> None:
     """Run the demo's edit and keep what the terminal would show."""
     screen = Screen()
     screen.out = screen.err = Console(
@@ -30,8 +38,32 @@ def main() -> None:
     screen.out.print()
     screen.summary(stream.output)
     svg = screen.out.export_svg(title="outrider generate --drafter ngram")
-    Path(__file__).with_name("run.svg").write_text(svg)
+    (FOLDER / "run.svg").write_text(svg)
+
+
+def page() -> None:
+    """Ask the page's first example, with the comparison, and keep what the browser shows."""
+    program = find_chromium()
+    if program is None:
+        sys.exit("The page's picture needs Chromium, and none is installed.")
+    command = [sys.executable, "-m", "outrider.cli.main", "serve", "--port", "0", "--json"]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert server.stdout is not None
+    try:
+        address = json.loads(server.stdout.readline())["address"]
+        with tempfile.TemporaryDirectory() as profile, Browser(program, Path(profile)) as browser:
+            tab = browser.open(f"{address}/#chat", width=1200, height=1720)
+            tab.wait_until("document.querySelectorAll('#examples button').length > 0")
+            tab.evaluate("document.getElementById('options').elements.max_tokens.value = 160")
+            for control in ("#examples button", "#compare", "#send"):
+                tab.evaluate(f"document.querySelector('{control}').click()")
+            tab.wait_until("document.querySelector('.comparison')?.dataset.same !== undefined")
+            tab.evaluate("document.activeElement.blur(), scrollTo(0, 0)")
+            tab.screenshot(FOLDER / "page.png")
+    finally:
+        server.terminate()
+        server.wait()
 
 
 if __name__ == "__main__":
-    main()
+    {"run": run, "page": page}[sys.argv[1]]()

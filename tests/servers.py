@@ -8,14 +8,14 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, Self
 
 from outrider import Engine
 from outrider.drafters.model import ModelDrafter
 from outrider.models.tokenizer import ToyTokenizer
 from outrider.models.toy import ToyModel
 
-__all__ = ["ToyServer", "toy_engine"]
+__all__ = ["Loopback", "ToyServer", "toy_engine"]
 
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k")
 
@@ -31,8 +31,32 @@ def toy_engine(rule: Any = "rejection", vocab: int = 4, eos: tuple[int, ...] = (
     )
 
 
-class ToyServer:
-    """A real server in a thread; a context manager.
+class Loopback:
+    """A server in a thread, on a free port of this machine; a context manager."""
+
+    def handler(self) -> type[BaseHTTPRequestHandler]:
+        """What answers requests; it is asked for once, when the server starts."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self.handler())
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
+        self._thread.start()
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._server.server_address[1]}"
+
+
+class ToyServer(Loopback):
+    """Answers with a toy model.
 
     Parameters
     ----------
@@ -73,7 +97,7 @@ class ToyServer:
         self.paths: list[str] = []
         self._lock = threading.Lock()  # engines are not made for several threads
 
-    def __enter__(self) -> ToyServer:
+    def handler(self) -> type[BaseHTTPRequestHandler]:
         owner = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -88,20 +112,7 @@ class ToyServer:
             def log_message(self, *args: Any) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
-        self._thread.start()
-        return self
-
-    def __exit__(self, *args: object) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_address[1]}"
+        return Handler
 
     def _answer(self, handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
         self.requests.append(body)

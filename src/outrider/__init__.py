@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine
     from outrider.engine.generation import Output, Piece
+    from outrider.engine.grammar import Grammar
     from outrider.errors import OutriderError
     from outrider.integrations.transformers import transformers_generate
     from outrider.rules.reference import speculative_decode_step
 
 __all__ = [
     "Engine",
+    "Grammar",
     "Output",
     "OutriderError",
     "Piece",
@@ -33,6 +35,7 @@ __version__ = "0.1.0"
 # Resolved on first use, so that `outrider --help` does not wait for torch.
 _WHERE = {
     "Engine": "outrider.engine.engine",
+    "Grammar": "outrider.engine.grammar",
     "Output": "outrider.engine.generation",
     "OutriderError": "outrider.errors",
     "Piece": "outrider.engine.generation",

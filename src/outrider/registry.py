@@ -44,13 +44,18 @@ def refuse_argument(name: str, argument: str) -> None:
 class Table(Mapping[str, str]):
     """A table of one kind of part: iterate it for names, ``load`` one to get the object.
 
+    ``also`` are spellings that commands take beside the names; messages list them too.
+
     >>> RULES.load("greedy").__name__
     'Greedy'
     """
 
-    def __init__(self, group: str, kind: str, entries: dict[str, str]) -> None:
+    def __init__(
+        self, group: str, kind: str, entries: dict[str, str], also: tuple[str, ...] = ()
+    ) -> None:
         self.group = group
         self.kind = kind
+        self.also = also
         self._own = entries
         self._all: dict[str, str] | None = None
 
@@ -80,7 +85,8 @@ class Table(Mapping[str, str]):
         """
         if not isinstance(name, str) or name not in self._entries():
             raise UnknownNameError(
-                f"There is no {self.kind} named '{name}'.", hint=did_you_mean(str(name), list(self))
+                f"There is no {self.kind} named '{name}'.",
+                hint=did_you_mean(str(name), [*self.also, *self]),
             )
         module, _, attribute = self[name].partition(":")
         return getattr(import_module(module), attribute)
@@ -101,6 +107,7 @@ DRAFTERS = Table(
         "suffix": "outrider.drafters.suffix:SuffixDrafter",
         "mixed": "outrider.drafters.mixed:MixedDrafter",
     },
+    also=("auto", "a+b"),
 )
 
 RULES = Table(
@@ -112,6 +119,7 @@ RULES = Table(
         "coupled": "outrider.rules.coupled:Coupled",
         "block": "outrider.rules.block:Block",
     },
+    also=("auto",),
 )
 
 RUNTIMES = Table(
@@ -122,6 +130,7 @@ RUNTIMES = Table(
         "hf": "outrider.models.hf:load",
         "native": "outrider.models.native.load:load",
     },
+    also=("auto",),
 )
 
 POLICIES = Table(

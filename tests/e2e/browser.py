@@ -154,8 +154,9 @@ class Tab:
             "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40,
         }  # fmt: skip
         about = {"key": key, "code": key, "windowsVirtualKeyCode": codes[key]}
-        for kind in ("rawKeyDown", "keyUp"):
-            self.call("Input.dispatchKeyEvent", type=kind, **about)
+        text = {"text": "\r"} if key == "Enter" else {}  # without it no form is sent
+        for kind in ("keyDown" if text else "rawKeyDown", "keyUp"):
+            self.call("Input.dispatchKeyEvent", type=kind, **about, **text)
 
     def wait_until(self, expression: str) -> None:
         """Until a JavaScript expression is true in the page."""

@@ -9,15 +9,17 @@ import pytest
 from outrider.audit.exact import audit_exact
 from outrider.core.processors import Sampling
 from outrider.engine.engine import Engine
+from outrider.lab.plan import Acceptance, Machine, Side, make_plan
 from outrider.report.audit import audit_page
 from outrider.report.bench import bench_page, comparison_page
 from outrider.report.page import write_page
+from outrider.report.plan import plan_page
 from tests.e2e.browser import Browser, find_chromium
 from tests.simulated import CONFIGURATIONS, write_log
 
 EVIL = "<img src=x onerror=\"document.title='run'\"><script>document.title='run'</script>"
 LONG = "model:/a/very/long/path/to/a/draft/model/that/has/no/place/to/break#tree=4,2,1"
-PHONE, DESK = 390, 1280
+PHONE, TABLET, DESK = 390, 1000, 1280
 
 WIDER = """(width => [...document.querySelectorAll("body *")].filter(e => {
   const box = e.getBoundingClientRect();
@@ -78,15 +80,26 @@ def pages(tmp_path_factory):
         "bench": bench_page(first, command=EVIL),
         "comparison": comparison_page(first, second, names=(EVIL, LONG)),
         "audit": audit_page(result),
+        "plan": plan_page(
+            make_plan(
+                Acceptance(0.8),
+                1 / 8,
+                machine=Machine(9e11, 1e14),
+                target=Side(7e9, 1.4e10, 1e5),
+                draft=Side(1e9, 2e9, 1e4),
+            ),
+            command=EVIL + "x" * 300,
+        ),
     }
     for name, html in made.items():
         write_page(folder / f"{name}.html", html)
     return {name: folder / f"{name}.html" for name in made}
 
 
-@pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.parametrize("width", [PHONE, DESK])
-@pytest.mark.parametrize("name", ["bench", "comparison", "audit"])
+@pytest.mark.parametrize(
+    ("width", "dark"), [(PHONE, False), (PHONE, True), (TABLET, False), (DESK, False), (DESK, True)]
+)
+@pytest.mark.parametrize("name", ["bench", "comparison", "audit", "plan"])
 def test_pages_are_quiet_offline_legible_and_fit(browser, pages, name, width, dark):
     tab = browser.open(pages[name], width=width, dark=dark)
     assert tab.evaluate("document.title").startswith("Outrider ")  # no text has run as a script
@@ -124,6 +137,14 @@ def test_a_wide_table_scrolls_in_its_own_box(browser, pages):
     assert inner > outer
     assert outer < PHONE
     assert focusable == 0
+
+
+def test_the_table_of_configurations_is_whole_on_a_tablet(browser, pages):
+    tab = browser.open(pages["bench"], width=TABLET)
+    inner, outer = tab.evaluate(
+        "(b => [b.scrollWidth, b.clientWidth])(document.querySelector('.arms').parentElement)"
+    )
+    assert inner <= outer
 
 
 def test_without_scripts_every_text_can_be_opened(browser, pages):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -19,13 +21,14 @@ from typing import Any
 import pytest
 
 from outrider import Engine
+from tests.patience import HANGS_S
 from tests.small_models import new_module
 from tests.tokenizers_for_tests import new_byte_level
 
 openai = pytest.importorskip("openai", reason="OpenAI's client is not installed")
 
 TOY = "toy:vocab=8,seed=1"
-WAIT_S = 120
+WAIT_S = HANGS_S
 
 
 @dataclass
@@ -53,11 +56,13 @@ class Server:
             time.sleep(0.02)
 
 
-def start(*arguments: str, env: dict[str, str] | None = None) -> Server:
+def start(
+    *arguments: str, env: dict[str, str] | None = None, stderr: Any = subprocess.PIPE
+) -> Server:
     process = subprocess.Popen(
         [sys.executable, "-m", "outrider.cli.main", "serve", "--port", "0", "--json", *arguments],
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=stderr,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"} | (env or {}),
     )
@@ -275,3 +280,146 @@ def test_a_port_that_is_taken_is_told_before_anything_is_loaded():
     assert done.returncode == 2
     assert f"Port {port}" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+# --- clients that misbehave ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory) -> Iterator[Server]:
+    # More is logged than fits into a pipe that nobody reads, which would hold the server up.
+    with open(tmp_path_factory.mktemp("log") / "stderr", "w+") as log:
+        made = start("--target", TOY, "--max-batch", "4", "--queue", "100", stderr=log)
+        yield made
+        end(made)
+        log.seek(0)
+        assert "Traceback" not in log.read()
+
+
+PROBE = {"model": TOY, "prompt": "abcabcab", "max_tokens": 60, "seed": 7, "temperature": 0.8}
+
+
+def wire_to(server: Server, **body: Any) -> socket.socket:
+    """A connection on which a request has been sent, and of which little is read ahead."""
+    data = json.dumps(body).encode()
+    host, port = server.address.removeprefix("http://").split(":")
+    wire = socket.socket()
+    wire.settimeout(WAIT_S)
+    wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    wire.connect((host, int(port)))
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    wire.sendall(head.encode() + data)
+    return wire
+
+
+def probe(server: Server) -> tuple[str, str]:
+    """One request's text, drafted and plain."""
+    client = server.client()
+    plain = client.completions.create(**PROBE, extra_body={"speculation": False})
+    return client.completions.create(**PROBE).choices[0].text, plain.choices[0].text
+
+
+def test_connections_dropped_at_any_token_leave_nothing_behind(toy):
+    before, plain = probe(toy)
+    assert before == plain
+    chance = random.Random(18)
+    long = {"max_tokens": 2000, "ignore_eos": True}
+    for turn in range(200):
+        wire = wire_to(toy, **PROBE | long | {"seed": turn, "stream": turn % 4 > 0})
+        if turn % 4:
+            seen, wanted = b"", chance.randrange(1, 40)
+            while seen.count(b"data:") < wanted:
+                seen += wire.recv(chance.choice([64, 4096]))
+        if turn % 2:  # a reset in place of a farewell
+            wire.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        wire.close()
+    toy.wait_for("outrider_running", 0)
+    toy.wait_for("outrider_waiting", 0)
+    assert toy.metric("outrider_disconnects_total") >= 150  # all that streamed, at least
+    assert probe(toy) == (before, plain)
+
+
+def test_slow_readers_hold_up_nobody(toy):
+    before, plain = probe(toy)
+    process = psutil.Process(toy.process.pid)
+    answered = 'outrider_requests_total{path="/v1/completions",status="200"}'
+    told, rss = toy.metric(answered), process.memory_info().rss
+    slow = {"max_tokens": 400, "logprobs": 5, "stream": True, "ignore_eos": True}
+    wires = [wire_to(toy, **PROBE | slow | {"seed": seed}) for seed in range(24)]
+    try:
+        assert probe(toy) == (before, plain)  # in their midst
+        toy.wait_for("outrider_running", 0)  # all are made, though none is read
+        toy.wait_for("outrider_waiting", 0)
+        assert toy.metric(answered) - told < 2 + 24  # or they were not slow
+        assert process.memory_info().rss - rss < 150e6
+        whole = b""
+        while b"data: [DONE]" not in whole:
+            whole += wires[0].recv(65536)
+        assert whole.count(b'"origin"') == 400
+    finally:
+        for wire in wires:
+            wire.close()
+    assert probe(toy) == (before, plain)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_large_bodies_are_refused_before_they_are_there(toy, chunked):
+    host, port = toy.address.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=WAIT_S) as wire:
+        length = "Transfer-Encoding: chunked" if chunked else "Content-Length: 10000000"
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\n{length}\r\n"
+        wire.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode())
+        part = b" " * 50_000
+        for _ in range(21):  # of the ten megabytes one and a bit
+            wire.sendall(b"%x\r\n%b\r\n" % (len(part), part) if chunked else part)
+        assert b" 413 " in wire.recv(4096).partition(b"\r\n")[0]
+
+
+def test_a_host_that_is_not_ours_is_refused(toy):
+    for host, status in (("evil.example", 421), (toy.address.removeprefix("http://"), 200)):
+        request = urllib.request.Request(f"{toy.address}/v1/models", headers={"Host": host})
+        try:
+            found = urllib.request.urlopen(request, timeout=WAIT_S).status
+        except urllib.error.HTTPError as error:
+            found = error.code
+        assert found == status
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full here")
+def test_a_full_disk_under_the_log_stops_nobody():
+    with open("/dev/full", "w") as full:
+        made = start("--target", TOY, stderr=full)
+    try:
+        first, plain = probe(made)
+        assert first == plain
+        with pytest.raises(openai.NotFoundError):
+            made.client().completions.create(**PROBE | {"model": "other"})
+        for _ in range(30):  # more lines than a buffer holds
+            assert made.client().models.list().data
+        assert probe(made) == (first, plain)
+        made.process.send_signal(signal.SIGTERM)
+        # 120 is Python's word for a standard stream that could not be written to.
+        assert made.process.wait(WAIT_S) in (0, 120)
+    finally:
+        made.process.kill()
+        made.process.wait()
+
+
+def test_an_end_without_patience_is_told():
+    made = start("--target", TOY, "--max-batch", "1", "--drain", "0")
+    try:
+        client = made.client()
+        stream = client.completions.create(**PROBE | {"max_tokens": 4000}, stream=True)
+        next(stream)
+        made.process.send_signal(signal.SIGTERM)
+        with pytest.raises(openai.APIError, match="stopped before this was done"):
+            for _ in stream:
+                pass
+        _, log = made.process.communicate(timeout=WAIT_S)
+        assert made.process.returncode == 0
+        events = [json.loads(line)["event"] for line in log.splitlines()]
+        assert "drain_limit_reached" in events
+    finally:
+        made.process.kill()
+        made.process.wait()

@@ -19,11 +19,13 @@ from typer.testing import CliRunner
 
 from outrider.cli.bench import app
 from outrider.cli.main import main
+from outrider.cli.report import app as report
 from outrider.errors import LogError
 from outrider.lab import bench as lab
 from outrider.lab.record import Log
 from outrider.lab.table import columns
 from outrider.registry import METRICS
+from tests.patience import HANGS_S
 from tests.small_models import new_module, save
 from tests.unit.test_adapter import write_adapter
 
@@ -82,6 +84,10 @@ def test_json(asked):
     assert conditions["prompt_ids"] == ["one", "two", "three"]
     assert conditions["request"]["max_tokens"] == 12
     assert conditions["targets"]["bare"]["class"] == "ToyModel"
+    # A temperature's speed-up is that of its row.
+    by_temperature = {(one["configuration"], one["value"]): one for one in found["strata"]
+                      if one["by"] == "temperature"}  # fmt: skip
+    assert by_temperature["ngram", "0"]["speedup"] == ngram["speedup"]["median"]
     assert {"torch", "cpu", "threads", "commit", "command"} <= set(conditions)
 
 
@@ -91,7 +97,8 @@ def test_the_terminal_has_all_of_it_and_ends_in_words(asked):
     assert lines[-1].startswith("At temperature 0, too few prompts to say what pays (ngram ")
     assert "3 of 3" in shown
     assert "= ngram" not in shown
-    for word in ("tokens/s", "slower", "95 %", "kept", "by kind of prompt", "repeat", "memory"):
+    for word in ("tokens/s", "speed-up", "slower", "95 %", "kept", "by kind of prompt", "repeat",
+                 "memory", "weights", "draft", "cache"):  # fmt: skip
         assert word in shown
     assert "\x1b" not in shown
 
@@ -169,21 +176,22 @@ class TestLog:
     @pytest.mark.parametrize(
         ("changed", "word"),
         [
-            (["--seed", "3"], "seed"),
-            (["-n", "13"], "request"),
-            (["--top-k", "2"], "request"),
-            (["-d", "suffix"], "configurations"),
-            (["--temperature", "0.5"], "temperatures"),
-            (["--limit", "1"], "prompts_sha256"),
-            (["--target", "toy:vocab=4,seed=2"], "target"),
+            (["--seed", "3"], "arguments (seed was 0, here 3)"),
+            (["-n", "13"], "arguments (max tokens was 12, here 13)"),
+            (["--top-k", "2"], "arguments (top k was 0, here 2)"),
+            (["-d", "suffix"], "arguments (configurations was ngram, here ngram, suffix)"),
+            (["--temperature", "0.5"], "arguments (temperatures was 0.0, here 0.5)"),
+            (["--limit", "1"], "prompts (3 there, 2 here)"),
+            (["--target", "toy:vocab=4,seed=2"], "model (target was toy:vocab=4,seed=1, here "),
         ],
     )
     def test_other_options_are_another_run(self, asked, tmp_path, changed, word):
         place = tmp_path / "bench.jsonl"
         run(*asked, "--log", str(place))
         before = place.read_text()
-        with pytest.raises(LogError, match=f"of another run: there {word} was"):
+        with pytest.raises(LogError, match=re.escape(word)) as caught:
             run(*asked, *changed, "--log", str(place))
+        assert "of another run" in str(caught.value)
         assert place.read_text() == before
 
     def test_a_run_that_cannot_begin_leaves_no_log(self, prompts, tmp_path, capsys):
@@ -194,11 +202,25 @@ class TestLog:
         assert "tokenizer" in capsys.readouterr().err
         assert not place.exists()
 
-    def test_show_measures_nothing(self, asked, tmp_path, monkeypatch):
+    def test_other_texts_and_weights_are_told_in_words(self, asked, prompts, tmp_path):
         place = tmp_path / "bench.jsonl"
-        first = json.loads(run(*asked, "--log", str(place), "--json"))
+        run(*asked, "--log", str(place))
+        others = [{**LINES[0], "prompt": "dada"}, *LINES[1:]]
+        Path(prompts).write_text("".join(json.dumps(line) + "\n" for line in others))
+        with pytest.raises(LogError, match=r"prompts \(other texts\)") as caught:
+            run(*asked, "--log", str(place))
+        assert not re.search("[0-9a-f]{16}", str(caught.value))
+
+    def test_a_report_prints_the_same_and_measures_nothing(self, asked, tmp_path, monkeypatch):
+        place, rows = tmp_path / "bench.jsonl", tmp_path / "rows.csv"
+        told = run(*asked, "--log", str(place))
         monkeypatch.setattr(lab.Bench, "_measure", None)
-        assert json.loads(run("--show", "--log", str(place), "--json")) == first
+        first = json.loads(run(*asked, "--log", str(place), "--json"))
+        runner = CliRunner()
+        asked_again = [str(place), "--csv", str(rows)]
+        assert runner.invoke(report, asked_again).stdout == told
+        assert json.loads(runner.invoke(report, [str(place), "--json"]).stdout) == first
+        assert len(rows.read_text().splitlines()) == 1 + 6
 
     def test_interrupted(self, asked, tmp_path, monkeypatch):
         place = tmp_path / "bench.jsonl"
@@ -232,13 +254,13 @@ def test_interrupted_by_the_keyboard(prompts, tmp_path):
         # A shell starts background jobs with the signal ignored, and children inherit that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + HANGS_S
     while time.monotonic() < deadline and not (
         place.exists() and place.read_text().count("\n") > 10
     ):
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    out, errors = process.communicate(timeout=60)
+    out, errors = process.communicate(timeout=HANGS_S)
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
     assert "Not finished: " in out
@@ -289,7 +311,6 @@ def test_adapters_are_targets_of_their_own(tmp_path):
         (["-n", "0"], 2, ["max_tokens"]),
         (["--limit", "0"], 2, ["limit", "0"]),
         (["--prompts", "nowhere.jsonl"], 2, ["nowhere.jsonl"]),
-        (["--show"], 2, ["--show needs a log"]),
         (["--csv", "no/such/folder/x.csv"], 2, ["folder", "no/such/folder"]),
         (["--csv", ""], 2, ["is a folder"]),
         (["--csv", "/tmp"], 2, ["is a folder", "/tmp"]),
@@ -298,7 +319,6 @@ def test_adapters_are_targets_of_their_own(tmp_path):
         (["--adapter", "a", "--adapter", "a"], 2, ["adapter", "twice"]),
         (["--adapter", "none", "--adapter", "no/adapter"], 1, ["no/adapter"]),
         (["--repeats", "0"], 2, ["--repeats"]),
-        (["--show", "--log", "nowhere.jsonl"], 2, ["nowhere.jsonl", "cannot be read"]),
     ],
     ids=lambda v: " ".join(v) if isinstance(v, list) else str(v),
 )

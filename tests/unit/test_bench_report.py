@@ -395,7 +395,9 @@ def test_the_command_tells_and_compares_logs(tmp_path):
     runner = CliRunner()
     done = runner.invoke(app, ["report", str(first.path), "--html", str(place), "--json"])
     assert done.exit_code == 0
-    assert json.loads(done.stdout)["verdict"] == headline(measured(first)).text
+    assert json.loads(done.stdout)["rows"] == json.loads(
+        json.dumps(measured(first).summary.to_dict()["rows"])
+    )
     assert "Outrider bench" in place.read_text(encoding="utf-8")
     both = [str(first.path), str(tmp_path / "b.jsonl")]
     done = runner.invoke(app, ["report", *both, "--json"])
@@ -404,6 +406,7 @@ def test_the_command_tells_and_compares_logs(tmp_path):
     assert told["first"]["finished"] == told["second"]["finished"] == 32
     done = runner.invoke(app, ["report", *both])
     assert done.exit_code == 0
+    assert "second over first" in done.stdout
     assert "differ in seed" in done.stdout
 
 
@@ -412,6 +415,7 @@ def test_the_command_refuses_what_it_cannot_do(tmp_path):
     runner = CliRunner()
     for arguments, problem, kind in (
         ([str(log.path)] * 3, "got 3", UsageError),
+        ([str(log.path)] * 2 + ["--csv", str(tmp_path / "x.csv")], "one log; got two", UsageError),
         ([str(tmp_path / "none.jsonl")], "cannot be read", LogError),
         ([str(log.path), "--html", str(tmp_path / "no" / "p.html")], "does not exist", UsageError),
     ):

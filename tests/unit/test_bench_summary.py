@@ -101,10 +101,9 @@ class TestSpeedup:
         assert found.metrics["tokens_per_s"].n == 1
         assert found.speedup.low is None
 
-    def test_the_prompts_pass_counts_in_one_and_not_in_the_other(self):
+    def test_the_prompts_pass_counts(self):
         found = of(summary_of(pair(0, 2.0, prefill_s=0.1)), "ngram").speedup
         assert found.median == pytest.approx(0.2 / 0.15)
-        assert found.decode_median == pytest.approx(2.0)
 
     def test_outputs_of_other_lengths_are_compared_by_rate(self):
         longer = record("ngram", 0, [draft_round(1, 1, 0.01)] * 10)  # 20 tokens in 0.1 s
@@ -176,8 +175,7 @@ class TestSame:
         assert [(p.prompt, p.position) for p in same.parted] == [(1, 1), (2, 2)]
         assert of(found, "plain").same is None
         (note,) = notes(found)
-        assert "2 of 3 outputs differ" in note
-        assert "prompt b, from token 1 on" in note
+        assert "ngram at temperature 0, 2 of 3 outputs (first prompt b, from token 1)" in note
 
     def test_what_keeps_the_law_alone_is_no_fault(self):
         records = [
@@ -259,6 +257,29 @@ class TestStrata:
         ]  # fmt: skip
         assert all(one.temperature is None for one in found)
         assert found[1].speedup == pytest.approx(2.0)
+
+    def test_parts_of_the_prompts_are_told_by_the_speed_up_of_the_whole(self):
+        options = {"prefill_s": 0.1}
+        records = [r for i, s in enumerate((2.0, 3.0)) for r in pair(i, s, kind="code", **options)]
+        # An even number of repeats, of which the median of times is not that of rates.
+        records += [r for n in (0, 1) for r in pair(2, 1.0 + 3 * n, repeat=n, **options)]
+        whole = of(summary_of(records), "ngram").speedup
+        by = {one.value: one for one in strata(records) if one.by == "kind" and one.speedup}
+        chat = of(summary_of(records[4:]), "ngram").speedup
+        assert by["chat"].speedup == pytest.approx(chat.median)
+        other = pair(3, 2.0, temperature=0.7, **options)
+        by_temperature = {one.value: one for one in strata([*records, *other])
+                          if one.by == "temperature" and one.speedup}  # fmt: skip
+        told = by_temperature["0"]
+        assert (told.speedup, told.low, told.high) == pytest.approx(
+            (whole.median, whole.low, whole.high)
+        )
+
+    def test_rounds_of_a_place_leave_the_prompts_pass_out(self):
+        records = [record("plain", 0, [plain_round()] * 24, prefill_s=9.0),
+                   record("x", 0, [draft_round(3, 3, 0.02)] * 6, prefill_s=9.0)]  # fmt: skip
+        found = [one.speedup for one in strata(records) if one.by == "position" and one.speedup]
+        assert found == pytest.approx([2.0, 2.0])
 
     def test_one_part_is_no_division(self):
         assert strata(pair(0, 2.0)) == []

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -102,10 +103,22 @@ class TestInfo:
     def test_text(self, tmp_path, base):
         head = make_head(tmp_path / "head", of(base), training={"steps": 7})
         text = run("info", str(head))
-        for words in ("eagle", "0, 1", "int8", of(base).weights, '{"steps": 7}', "MB"):
+        for words in ("eagle", "0, 1", "int8", of(base).weights, "MB"):
             assert words in text
+        assert re.search(r"^    steps +7 *$", text, re.MULTILINE)
+        assert not set("{}[]") & set(text)
         make_head(head)
         assert "it does not say" in run("info", str(head))
+
+    def test_the_head_that_comes_along_by_its_name(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        found = json.loads(run("info", "eagle", "--json"))
+        assert Path(found["folder"]).parts[-2:] == ("shipped", "smollm2-135m")
+        assert json.loads(run("info", "shipped", "--json")) == found
+        make_head(tmp_path / "eagle")  # a folder of the name is what is meant
+        assert json.loads(run("info", "eagle", "--json"))["folder"] == "eagle"
+        with pytest.raises(ModelNotFoundError, match="No draft head comes with 'toy'"):
+            run("check", "shipped", "--target", "toy")
 
     def test_a_head_in_the_layout_of_another_project(self, tmp_path):
         head = make_head(tmp_path / "head")

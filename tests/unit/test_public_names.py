@@ -15,6 +15,7 @@ from outrider.registry import DRAFTERS, POLICIES, RULES, RUNTIMES
 
 PUBLIC = {
     "Engine",
+    "Grammar",
     "Output",
     "OutriderError",
     "Piece",

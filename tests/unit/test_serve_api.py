@@ -18,7 +18,7 @@ from outrider.models.hf import HFModel
 from outrider.models.tokenizer import HFTokenizer, ToyTokenizer
 from outrider.models.toy import ToyModel
 from outrider.serve import logs
-from outrider.serve.address import address_of, bind
+from outrider.serve.address import address_of, bind, hosts_for
 from outrider.serve.app import Service, create_app
 from outrider.serve.limits import Limits
 from outrider.serve.orders import Order
@@ -247,7 +247,17 @@ MESSAGES = [{"role": "user", "content": "a"}]
         (TEXT, {"n": 9, "prompt": ["a", "b"]}, 400, "limit_exceeded", "16"),
         (TEXT, {"n": True}, 400, "invalid_value", "'n'"),
         (TEXT, {"max_tokens": 65}, 400, "limit_exceeded", "64"),
+        (TEXT, {"n": -1}, 400, "invalid_value", "'n'"),
+        (TEXT, {"n": 10**12}, 400, "limit_exceeded", "16"),
         (TEXT, {"max_tokens": 0}, 400, "invalid_value", "'max_tokens'"),
+        (TEXT, {"max_tokens": -5}, 400, "invalid_value", "'max_tokens'"),
+        (TEXT, {"max_tokens": 10**15}, 400, "limit_exceeded", "64"),
+        (TEXT, {"min_tokens": -1}, 400, "invalid_value", "min_tokens"),
+        (TEXT, {"logprobs": -1}, 400, "invalid_value", "'logprobs'"),
+        (TEXT, {"stop_token_ids": [-1]}, 400, "invalid_value", "stop_token_ids"),
+        (TEXT, {"prompt": [-1]}, 400, "invalid_prompt", "from 0 to 7"),
+        (TEXT, {"prompt": [[0]] * 17}, 400, "limit_exceeded", "16"),
+        (TEXT, {"speculation": {"draft_length": -1}}, 400, "invalid_value", "64"),
         (TEXT, {"max_tokens": "5"}, 400, "invalid_value", "'max_tokens'"),
         (TEXT, {"temperature": -1}, 400, "invalid_value", "temperature"),
         (TEXT, {"top_p": 0}, 400, "invalid_value", "top_p"),
@@ -275,10 +285,10 @@ MESSAGES = [{"role": "user", "content": "a"}]
         (CHAT, {"messages": MESSAGES}, 400, "invalid_prompt", "chat template"),
         (CHAT, {"messages": []}, 400, "invalid_value", "'messages'"),
         (CHAT, {}, 400, "invalid_value", "'messages'"),
-        (CHAT, {"messages": MESSAGES, "tools": []}, 400, "unsupported_parameter", "'tools'"),
+        (CHAT, {"messages": MESSAGES, "tools": []}, 400, "invalid_value", "'tools'"),
         (
             CHAT,
-            {"messages": MESSAGES, "response_format": {"type": "json_object"}},
+            {"messages": MESSAGES, "response_format": {"type": "grammar"}},
             400,
             "unsupported_parameter",
             "'response_format'",
@@ -313,6 +323,17 @@ def test_two_lengths_that_differ_are_refused(chat):
     response = ask(chat, CHAT, messages=MESSAGES, max_tokens=2, max_completion_tokens=3)
     assert response.status_code == 400
     assert "differ" in response.json()["error"]["message"]
+
+
+def test_prompts_that_are_far_too_long_are_refused(chat):
+    for body in ({"prompt": "a" * 200_000}, {"prompt": "ab " * 60_000}, {"prompt": [5] * 200_000}):
+        refused = chat.post(TEXT, json={"model": "m"} | body)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (
+            400, "context_length_exceeded"
+        )  # fmt: skip
+    messages = [{"role": "user", "content": "a" * 200}] * 1000
+    assert ask(chat, CHAT, messages=messages).status_code == 400
+    assert ask(chat, CHAT, messages=MESSAGES, max_tokens=1).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -408,9 +429,65 @@ def test_a_key_is_asked_for_but_by_probes(engine):
         assert client.get("/health").status_code == client.get("/ready").status_code == 200
 
 
+def test_keys_are_compared_in_constant_time(monkeypatch):
+    from outrider.serve import envelope
+
+    compared = []
+
+    def noted(given, right):
+        compared.append((given, right))
+        return given == right
+
+    monkeypatch.setattr(envelope.hmac, "compare_digest", noted)
+    with TestClient(create_app(Service(toy(), "toy", api_key="secret"))) as client:
+        for given in ("secret", "secre", "x"):
+            status = client.get("/v1/models", headers={"authorization": f"Bearer {given}"})
+            assert status.status_code == (200 if given == "secret" else 401)
+    assert compared == [(given, b"secret") for given in (b"secret", b"secre", b"x")]
+
+
+def test_requests_for_another_host_are_refused():
+    hosts = hosts_for("127.0.0.1", ["llm.example"])
+    with TestClient(create_app(Service(toy(), "toy", hosts=hosts))) as client:
+
+        def status(host, path="/v1/models"):
+            return client.get(path, headers={"host": host}).status_code
+
+        for ours in ("127.0.0.1:8000", "localhost", "LOCALHOST:1", "[::1]:8000", "llm.example:443"):
+            assert status(ours) == 200
+        others = ("evil.example:8000", "127.0.0.1.evil.example", "10.0.0.1", "", "[::2]", "x:y")
+        for other in others:
+            for path in ("/v1/models", "/", "/metrics", "/openapi.json"):
+                assert status(other, path) == 421, other
+            assert status(other, "/health") == status(other, "/ready") == 200
+        refused = client.post(TEXT, json={}, headers={"host": "evil.example"})
+        error = refused.json()["error"]
+        assert error["code"] == "wrong_host"
+        assert "evil.example" in error["message"]
+        assert "--allow-host" in error["message"]
+
+
+def test_names_of_hosts_are_checked_when_the_server_starts():
+    assert hosts_for("0.0.0.0") is None
+    assert "llm.example" in hosts_for("0.0.0.0", ["llm.example"])
+    assert "127.0.0.2" in hosts_for("127.0.0.2")
+    for wrong in ("llm.example:443", "http://llm.example", "", "a/b:"):
+        with pytest.raises(UsageError, match="no name of a host"):
+            hosts_for("127.0.0.1", [wrong])
+
+
+def test_nothing_is_said_to_pages_elsewhere(client):
+    asked = {"origin": "http://x", "access-control-request-method": "POST"}
+    for path in (TEXT, CHAT, "/v1/models"):
+        told = client.options(path, headers=asked)
+        assert told.status_code == 405
+        assert not [name for name in told.headers if name.startswith("access-control")]
+
+
 def test_the_log_is_json_and_holds_no_text(client):
     stream = io.StringIO()
-    loggers = [logging.getLogger(name) for name in ("outrider.serve", "uvicorn")]
+    names = ("outrider.serve", "uvicorn", "opentelemetry")
+    loggers = [logging.getLogger(name) for name in names]
     before = [(logger.handlers, logger.propagate, logger.level) for logger in loggers]
     try:
         logs.to_stderr(stream)
@@ -499,7 +576,7 @@ def test_a_full_queue_is_a_429(monkeypatch):
 def test_a_cache_that_can_never_fit_is_refused(monkeypatch):
     from outrider.serve import orders
 
-    monkeypatch.setattr(orders, "cache_bytes_per_token", lambda engine: 10)
+    monkeypatch.setattr(orders, "cache_bytes", lambda engine, drafters, tokens: 10 * tokens)
     service = Service(toy(), "toy", cache_bytes=150)
     body = {"model": "toy", "prompt": "abab", "max_tokens": 11}
     with TestClient(create_app(service)) as client:

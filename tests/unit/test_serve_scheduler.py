@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import tracemalloc
 
 import pytest
 import torch
@@ -12,17 +13,27 @@ from outrider import Engine
 from outrider.core.chooser import SeededChooser
 from outrider.core.proposal import Proposal
 from outrider.core.trace import Round
+from outrider.drafters.eagle import EagleDrafter
+from outrider.drafters.mixed import MixedDrafter
+from outrider.drafters.model import ModelDrafter
 from outrider.drafters.none import NoDrafter
+from outrider.drafters.suffix import SuffixDrafter
 from outrider.errors import NumericalError
+from outrider.lab.memory import tensor_bytes
+from outrider.models.hf import HFModel
 from outrider.models.tokenizer import ToyTokenizer
 from outrider.models.toy import ToyModel
+from outrider.protocols import TappedModel
+from outrider.serve.app import Service
 from outrider.serve.guard import Guard
 from outrider.serve.logprobs import Words, for_completion, token_logprobs
 from outrider.serve.metrics import Metrics
-from outrider.serve.orders import Order, cache_bytes_per_token
+from outrider.serve.orders import Order, cache_bytes
 from outrider.serve.refusals import RefusalError
 from outrider.serve.scheduler import Done, Failed, Scheduler, Tokens
-from tests.small_models import module, native, some_tokens
+from outrider.serve.schema import CompletionRequest
+from tests.small_models import module, native, new_module, on_device, some_tokens
+from tests.unit.test_eagle import head_module
 
 V = 6
 WAIT_S = 60
@@ -210,10 +221,71 @@ def test_caches_that_do_not_fit_side_by_side_take_turns(running):
     assert order == sorted(order)  # one after the other
 
 
-def test_a_caches_need_is_the_runtimes_own():
-    engine = Engine(native(module("llama")), drafter="none")
-    shape = engine.model.shape  # 2 layers of 2 heads, keys and values, in float16
-    assert cache_bytes_per_token(engine) == 2 * 2 * 2 * shape.width * 2
+def a_head(target):
+    return EagleDrafter(target.make_head(head_module()), target)
+
+
+def a_mixture(target):
+    return MixedDrafter([SuffixDrafter(), a_head(target)])
+
+
+TARGETS = {
+    "native": lambda: native(new_module("llama")),
+    "hf": lambda: HFModel(new_module("llama")),
+    "device": lambda: on_device(new_module("llama")),
+}
+DRAFTS = {
+    "none": lambda target: NoDrafter(),
+    "native model": lambda target: ModelDrafter(native(new_module("qwen2"))),
+    "hf model": lambda target: ModelDrafter(HFModel(new_module("gpt2", n_positions=1024))),
+    "head": a_head,
+    "mixture": a_mixture,
+}
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_an_output_takes_is_known_before(target, draft):
+    engine = Engine(TARGETS[target](), drafter="none")
+    if draft in ("head", "mixture") and not isinstance(engine.model, TappedModel):
+        pytest.skip("it gives out no hidden states")
+    drafter = DRAFTS[draft](engine.model)
+    prompt, more = some_tokens(600), 60
+    generation = engine.stream(
+        prompt, drafter=drafter, draft_length=3, max_tokens=more, seed=1, ignore_eos=True
+    )
+    session = generation.session
+    assert len(generation.output.token_ids) == more
+    taken = tensor_bytes([session.cache, *_own_caches(session.draft)])
+    known = cache_bytes(engine, [drafter], len(prompt) + more)
+    index = SuffixDrafter().cache_bytes(len(prompt) + more) if draft == "mixture" else 0
+    # A native cache has a table of addresses besides, 8 bytes for 64 tokens.
+    assert taken <= 1.01 * (known - index) <= 2.5 * taken
+
+
+def _own_caches(session):
+    parts = getattr(session, "_sessions", [session])
+    return [part._cache for part in parts if hasattr(part, "_cache")]
+
+
+def test_an_index_takes_no_more_than_it_says():
+    tokens = some_tokens(4000)
+    tracemalloc.start()
+    session = SuffixDrafter().start(tokens, 4000)
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert session is not None
+    assert taken < SuffixDrafter().cache_bytes(len(tokens))
+
+
+def test_plain_requests_are_not_charged_for_a_draft():
+    service = Service(Engine(TARGETS["native"](), drafter=DRAFTS["hf model"](None)), "m")
+    ask = CompletionRequest(model="m", prompt=[1, 2, 3], max_tokens=100)
+    plain = ask.model_copy(update={"speculation": False})
+    (drafted,), (alone,) = map(service.intake.orders, (ask, plain))
+    assert alone.cache_bytes == service.engine.model.shape.bytes(103)
+    draft = service.engine.drafter.model
+    assert drafted.cache_bytes == alone.cache_bytes + draft.cache_bytes(103)
 
 
 def test_who_leaves_is_gone_before_the_next_round(running):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -21,7 +21,15 @@ from outrider.errors import UsageError
 
 __all__ = [
     "NEAR_TIE",
+    "Compared",
+    "Comparer",
+    "Comparing",
     "Difference",
+    "Draw",
+    "Drawing",
+    "Drawn",
+    "Pair",
+    "Sampler",
     "Samples",
     "TokenReport",
     "audit_samples",
@@ -45,10 +53,61 @@ def equal_tokens_promised(rule: str) -> bool:
     return rule in _EQUAL
 
 
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One output to be drawn: for which prompt, with or without a drafter, on which seed."""
+
+    prompt: int
+    plain: bool
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What came of it."""
+
+    token_ids: list[int]
+    drafted: int
+    accepted: int
+
+
+Drawing = Callable[[Sequence[Draw]], Iterator[Drawn]]
+"""Draws outputs, and gives them out in order."""
+
+
+class Sampler:
+    """Draws outputs one after the other; parameters as in ``Samples``.
+
+    A prompt's cache is kept from one output to the next, as in a conversation.
+    """
+
+    def __init__(
+        self, engine: Engine, prompts: Sequence[Sequence[int]], request: dict[str, Any]
+    ) -> None:
+        self._engine = engine
+        self._prompts = prompts
+        self._request = request
+        self._prefixes: dict[tuple[int, bool], Prefix] = {}
+
+    def __call__(self, draws: Sequence[Draw]) -> Iterator[Drawn]:
+        """One output for each draw, in order."""
+        for draw in draws:
+            prefix = self._prefixes.setdefault((draw.prompt, draw.plain), Prefix())
+            generation = self._engine.stream(
+                self._prompts[draw.prompt],
+                seed=draw.seed,
+                plain=draw.plain,
+                prefix=prefix,
+                **self._request,
+            )
+            token_ids = generation.output.token_ids
+            rounds = generation.trace.rounds
+            prefix.keep(generation.session)
+            yield Drawn(token_ids, sum(r.drafted for r in rounds), sum(r.accepted for r in rounds))
+
+
 class Samples:
     """Outputs of both kinds for each prompt, every one on a seed of its own.
-
-    The prompt's cache is kept from one output to the next, as in a conversation.
 
     Parameters
     ----------
@@ -60,6 +119,8 @@ class Samples:
         The first; seeds count up from it.
     request
         ``max_tokens``, ``temperature`` and so on, as for ``Engine.generate``.
+    drawing
+        Who draws in place of the engine, such as the workers of a cluster.
     """
 
     def __init__(
@@ -69,49 +130,39 @@ class Samples:
         *,
         seed: int,
         request: dict[str, Any],
+        drawing: Drawing | None = None,
     ) -> None:
-        self._engine = engine
-        self._prompts = prompts
+        self._drawing = drawing or Sampler(engine, prompts, request)
         self._seed = seed
-        self._request = request
-        self._sides = [(_Side(plain=True), _Side(plain=False)) for _ in prompts]
+        self._outputs: list[tuple[list[list[int]], list[list[int]]]] = [([], []) for _ in prompts]
         self.drafted_tokens = self.accepted_tokens = 0
 
     @property
     def strata(self) -> list[Stratum]:
         """What was drawn so far."""
-        return [Stratum(plain.outputs, ours.outputs) for plain, ours in self._sides]
+        return [Stratum(plain, ours) for plain, ours in self._outputs]
 
     def draw(self, samples: int, advance: Advance | None = None) -> list[Stratum]:
         """Draw on, until there are ``samples`` of each kind for each prompt."""
-        done = sum(len(side.outputs) for sides in self._sides for side in sides)
-        total = 2 * samples * len(self._prompts)
-        for prompt, sides in zip(self._prompts, self._sides, strict=True):
-            # In turns, so that an audit that is broken off has spent its time on both.
-            while len(sides[-1].outputs) < samples:
-                for side in sides:
-                    generation = self._engine.stream(
-                        prompt,
-                        seed=self._seed + done,
-                        plain=side.plain,
-                        prefix=side.prefix,
-                        **self._request,
-                    )
-                    side.outputs.append(generation.output.token_ids)
-                    self.drafted_tokens += sum(r.drafted for r in generation.trace.rounds)
-                    self.accepted_tokens += sum(r.accepted for r in generation.trace.rounds)
-                    side.prefix.keep(generation.session)
-                    done += 1
-                    if advance:
-                        advance(done, total)
+        done = sum(len(outputs) for sides in self._outputs for outputs in sides)
+        total = 2 * samples * len(self._outputs)
+        # In turns, so that an audit that is broken off has spent its time on both.
+        wanted = [
+            (prompt, plain)
+            for prompt, (_, ours) in enumerate(self._outputs)
+            for _ in range(len(ours), samples)
+            for plain in (True, False)
+        ]
+        draws = [Draw(*one, self._seed + done + i) for i, one in enumerate(wanted)]
+        for draw, drawn in zip(draws, self._drawing(draws), strict=True):
+            plain, ours = self._outputs[draw.prompt]
+            (plain if draw.plain else ours).append(drawn.token_ids)
+            self.drafted_tokens += drawn.drafted
+            self.accepted_tokens += drawn.accepted
+            done += 1
+            if advance:
+                advance(done, total)
         return self.strata
-
-
-@dataclass(slots=True)
-class _Side:
-    plain: bool
-    prefix: Prefix = field(default_factory=Prefix)
-    outputs: list[list[int]] = field(default_factory=list)
 
 
 def audit_samples(
@@ -124,6 +175,7 @@ def audit_samples(
     alpha: float = 1e-3,
     looks: int = 1,
     advance: Advance | None = None,
+    drawing: Drawing | None = None,
 ) -> Report:
     """Draw samples of both kinds and compare their laws; parameters as in ``Samples``.
 
@@ -150,7 +202,7 @@ def audit_samples(
             f"An audit needs at least one sample and look and an alpha between 0 and 1; got "
             f"{samples} samples, {looks} looks and {alpha}."
         )
-    drawn = Samples(engine, prompts, seed=seed, request=request)
+    drawn = Samples(engine, prompts, seed=seed, request=request, drawing=drawing)
     sizes = sorted({math.ceil(samples / 2**i) for i in range(looks)})
     level = alpha / len(sizes)
     seen: list[Look] = []
@@ -247,6 +299,73 @@ def outputs_needed(share: float = BIASES[-1]) -> int:
     return n
 
 
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One seed to decode both ways."""
+
+    prompt: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """What came of it: the plain output's length, drafts, and the first difference."""
+
+    tokens: int
+    drafted: int
+    accepted: int
+    difference: Difference | None
+
+
+Comparing = Callable[[Sequence[Pair]], Iterator[Compared]]
+"""Decodes both ways and compares, and gives out what it found in order."""
+
+
+class Comparer:
+    """Decodes both ways one after the other; parameters as in ``audit_tokens``."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompts: Sequence[Sequence[int]],
+        request: dict[str, Any],
+        near_tie: float = NEAR_TIE,
+    ) -> None:
+        self._engine = engine
+        self._prompts = prompts
+        self._request = request
+        self._near_tie = near_tie
+
+    def __call__(self, pairs: Sequence[Pair]) -> Iterator[Compared]:
+        """What is found for each pair, in order."""
+        for pair in pairs:
+            prompt = self._prompts[pair.prompt]
+            plain, ours = (
+                self._engine.generate(prompt, seed=pair.seed, plain=side, **self._request)
+                for side in (True, False)
+            )
+            found = None
+            if plain.token_ids != ours.token_ids:
+                found = _locate(
+                    self._engine,
+                    prompt,
+                    plain.token_ids,
+                    ours.token_ids,
+                    pair.prompt,
+                    pair.seed,
+                    _sampling(self._request),
+                    self._request,
+                    self._near_tie,
+                )
+            rounds = ours.trace.rounds
+            yield Compared(
+                len(plain.token_ids),
+                sum(r.drafted for r in rounds),
+                sum(r.accepted for r in rounds),
+                found,
+            )
+
+
 def audit_tokens(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
@@ -256,11 +375,13 @@ def audit_tokens(
     request: dict[str, Any],
     near_tie: float = NEAR_TIE,
     advance: Advance | None = None,
+    comparing: Comparing | None = None,
 ) -> TokenReport:
     """Decode with the same seeds both ways and compare the tokens.
 
     For ``coupled`` and ``greedy``. Under ``greedy`` each prompt is decoded once. Parameters as
-    in ``Samples``; ``near_tie`` is the threshold in logits.
+    in ``Samples``; ``near_tie`` is the threshold in logits, ``comparing`` who decodes in place of
+    the engine.
 
     Raises
     ------
@@ -269,39 +390,17 @@ def audit_tokens(
     """
     if samples < 1:
         raise UsageError(f"An audit needs at least one sample; got {samples}.")
-    sampling = Sampling(**{k: v for k, v in request.items() if k in Sampling.__dataclass_fields__})
-    each = 1 if sampling.greedy else samples
-    differences: list[Difference] = []
-    done = tokens = drafted = accepted = 0
-    for number, prompt in enumerate(prompts):
-        for _ in range(each):
-            both = [
-                engine.generate(prompt, seed=seed + done, plain=side, **request)
-                for side in (True, False)
-            ]
-            plain, ours = (output.token_ids for output in both)
-            drafted += sum(r.drafted for r in both[-1].trace.rounds)
-            accepted += sum(r.accepted for r in both[-1].trace.rounds)
-            tokens += len(plain)
-            if plain != ours:
-                differences.append(
-                    _locate(
-                        engine,
-                        prompt,
-                        plain,
-                        ours,
-                        number,
-                        seed + done,
-                        sampling,
-                        request,
-                        near_tie,
-                    )
-                )
-            done += 1
-            if advance:
-                advance(done, each * len(prompts))
+    greedy = _sampling(request).greedy
+    each = 1 if greedy else samples
+    pairs = [Pair(i // each, seed + i) for i in range(each * len(prompts))]
+    found: list[Compared] = []
+    for one in (comparing or Comparer(engine, prompts, request, near_tie))(pairs):
+        found.append(one)
+        if advance:
+            advance(len(found), len(pairs))
+    differences = tuple(one.difference for one in found if one.difference is not None)
     needed = outputs_needed()
-    short = not sampling.greedy and done < needed
+    short = not greedy and len(found) < needed
     verdict: Literal["consistent", "different", "not enough samples"] = (
         "not enough samples" if short else "consistent"
     )
@@ -309,14 +408,18 @@ def audit_tokens(
         verdict = "different"
     return TokenReport(
         verdict,
-        done,
-        tokens,
+        len(found),
+        sum(one.tokens for one in found),
         near_tie,
         needed if short else None,
-        tuple(differences),
-        drafted,
-        accepted,
+        differences,
+        sum(one.drafted for one in found),
+        sum(one.accepted for one in found),
     )
+
+
+def _sampling(request: dict[str, Any]) -> Sampling:
+    return Sampling(**{k: v for k, v in request.items() if k in Sampling.__dataclass_fields__})
 
 
 def _locate(

@@ -8,7 +8,7 @@ import secrets
 import shlex
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -77,6 +77,9 @@ def audit(
     runtime: o.Runtime = "auto",
     dtype: o.Dtype = "auto",
     device: o.Device = None,
+    ray: o.OnRay = False,
+    ray_address: o.RayAddress = "auto",
+    workers: o.RayWorkers = None,
     endpoint: Annotated[
         str | None,
         typer.Option(
@@ -146,6 +149,11 @@ def audit(
             "--endpoint and --against go together; got one of them.",
             hint="Name the server that speculates and one that does not.",
         )
+    if ray and endpoint is not None:
+        raise UsageError(
+            "Servers are asked from one machine; got --endpoint and --ray.",
+            hint="Leave one out; --concurrency asks several questions at a time.",
+        )
     length = parse_length(draft_length)
     import outrider.audit.statistics  # tells a missing scipy
 
@@ -177,20 +185,12 @@ def audit(
     else:
         from outrider.cli.screen import load_engine
 
-        engine = load_engine(
-            screen,
-            target,
-            drafter=drafter,
-            rule=rule,
-            draft_length=length,
-            runtime=runtime,
-            dtype=dtype,
-            device=device,
-            adapter=adapter,
-            adapter_mode=adapter_mode,
-            strict=strict,
-            temperature=values.temperature,
-        )
+        load: dict[str, Any] = {
+            "drafter": drafter, "rule": rule, "draft_length": length, "runtime": runtime,
+            "dtype": dtype, "device": device, "adapter": adapter, "adapter_mode": adapter_mode,
+            "strict": strict,
+        }  # fmt: skip
+        engine = load_engine(screen, target, temperature=values.temperature, **load)
         if remember:
             from outrider.audit.remembered import Remembered
 
@@ -203,10 +203,18 @@ def audit(
         elif toy and not sampled and not remember:
             result |= _exact(engine, [engine.encode(text) for text in texts], values, request)
         else:
-            result |= _samples(
-                screen, engine, [engine.encode(text) for text in texts], samples, chosen.name,
-                request, seed=seed, alpha=alpha, looks=_LOOKS if sequential else 1,
-            )  # fmt: skip
+            ids = [engine.encode(text) for text in texts]
+            spread: AbstractContextManager[Any] = nullcontext((None, None))
+            if ray:
+                from outrider.audit.spread import MakeAuditor
+
+                make = MakeAuditor(target, load, ids, request, remember)
+                spread = _spread(make, ray_address, workers, device)
+            with spread as (drawing, comparing):
+                result |= _samples(
+                    screen, engine, ids, samples, chosen.name, request, seed=seed, alpha=alpha,
+                    looks=_LOOKS if sequential else 1, drawing=drawing, comparing=comparing,
+                )  # fmt: skip
         result |= _idle(result)
         tokens = {
             token: engine.tokenizer.decode([token])
@@ -276,6 +284,8 @@ def _samples(
     seed: int,
     alpha: float,
     looks: int,
+    drawing: Any,
+    comparing: Any,
 ) -> dict[str, Any]:
     from outrider.audit.sampled import audit_samples, audit_tokens, equal_tokens_promised
     from outrider.cli.findings import say_samples, say_tokens
@@ -283,14 +293,30 @@ def _samples(
     with _bar(screen) as advance:
         if equal_tokens_promised(rule):
             tokens = audit_tokens(
-                engine, prompts, samples, seed=seed, request=request, advance=advance
-            )
+                engine, prompts, samples, seed=seed, request=request, advance=advance,
+                comparing=comparing,
+            )  # fmt: skip
             return tokens.to_dict() | {"sentence": say_tokens(tokens)}
         report = audit_samples(
             engine, prompts, samples,
             seed=seed, request=request, alpha=alpha, looks=looks, advance=advance,
+            drawing=drawing,
         )  # fmt: skip
     return report.to_dict() | {"sentence": say_samples(report)}
+
+
+@contextmanager
+def _spread(
+    make: Any, address: str, count: int | None, device: str | None
+) -> Iterator[tuple[Any, Any]]:
+    """A cluster's workers, as those who draw samples and who compare tokens."""
+    from outrider.audit.spread import spread_comparing, spread_drawing
+    from outrider.engine.cluster import connected, team_of, workers
+
+    with connected(address) as nodes:
+        count, share = team_of(nodes, count, device)
+        with workers(make, count, share) as team:
+            yield spread_drawing(team, count), spread_comparing(team, count)
 
 
 def _servers(

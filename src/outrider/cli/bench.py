@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli import options as o
-from outrider.cli.places import check_place
+from outrider.cli.bench_results import Csv, Html, check_places, tell
 from outrider.errors import UsageError
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from outrider.lab.bench import Bench
     from outrider.lab.configuration import Configuration
     from outrider.lab.peers import Peer
-    from outrider.lab.record import Log
+    from outrider.lab.record import Log, Record
 
 app = typer.Typer()
 
@@ -38,7 +38,7 @@ _SPECULATION = "Speculation"
 _FIXED = (
     "target", "prompts_sha256", "request", "temperatures", "batches", "configurations", "seed",
     "runtime", "dtype", "adapter_mode", "system", "cpu", "threads", "gpu", "outrider", "torch",
-    "transformers", "numba", "peers",
+    "transformers", "numba", "peers", "cluster",
 )  # fmt: skip
 _FIXED_OF_TARGET = ("fingerprint", "precision", "device", "class", "profile", "peers")
 
@@ -66,31 +66,9 @@ def bench(
             rich_help_panel=_SPECULATION,
         ),
     ] = None,
-    drafter: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--drafter",
-            "-d",
-            help="As in generate; may be repeated. Every drafter is measured with every --rule "
-            "and every --draft-length.",
-            rich_help_panel=_SPECULATION,
-        ),
-    ] = None,
-    rule: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--rule", "-r", help="As in generate; may be repeated.", rich_help_panel=_SPECULATION
-        ),
-    ] = None,
-    draft_length: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--draft-length",
-            "-k",
-            help="As in generate; may be repeated.",
-            rich_help_panel=_SPECULATION,
-        ),
-    ] = None,
+    drafter: o.DrafterNames = None,
+    rule: o.RuleNames = None,
+    draft_length: o.DraftLengths = None,
     peer: Annotated[
         list[str] | None,
         typer.Option(
@@ -102,19 +80,8 @@ def bench(
         ),
     ] = None,
     strict: o.Strict = False,
-    prompts: Annotated[
-        str,
-        typer.Option(
-            "--prompts",
-            help="bundled, a text file with a prompt a line, or .jsonl with prompt, messages or "
-            "turns.",
-            rich_help_panel=_MEASURING,
-        ),
-    ] = "bundled",
-    limit: Annotated[
-        int | None,
-        typer.Option("--limit", help="Prompts of each kind.", rich_help_panel=_MEASURING),
-    ] = None,
+    prompts: o.Prompts = "bundled",
+    limit: o.Limit = None,
     max_tokens: o.MaxTokens = 128,
     repeats: Annotated[
         int,
@@ -159,6 +126,9 @@ def bench(
     runtime: o.Runtime = "auto",
     dtype: o.Dtype = "auto",
     device: o.Device = None,
+    ray: o.OnRay = False,
+    ray_address: o.RayAddress = "auto",
+    workers: o.RayWorkers = None,
     log_file: Annotated[
         Path | None,
         typer.Option(
@@ -167,20 +137,8 @@ def bench(
             rich_help_panel=_RESULTS,
         ),
     ] = None,
-    show: Annotated[
-        bool,
-        typer.Option(
-            "--show", help="Measure nothing, tell what --log holds.", rich_help_panel=_RESULTS
-        ),
-    ] = False,
-    csv_file: Annotated[
-        Path | None,
-        typer.Option("--csv", help="Write a row for each generation.", rich_help_panel=_RESULTS),
-    ] = None,
-    page: Annotated[
-        Path | None,
-        typer.Option("--html", help="Write a page with pictures.", rich_help_panel=_RESULTS),
-    ] = None,
+    csv_file: Csv = None,
+    page: Html = None,
     as_json: o.AsJson = False,
 ) -> None:
     """Measure drafters, rules and draft lengths against plain decoding.
@@ -190,38 +148,36 @@ def bench(
     on all. With neither --config nor --drafter, what generate does by itself is measured.
 
     Interrupt it at any time: what is finished is told, and with --log the same command goes on.
+    outrider report tells again what a log holds.
     """
     from outrider.cli.screen import Screen
     from outrider.lab.record import Log
 
-    _check_places(csv_file, page)
+    check_places(csv_file, page)
     screen = Screen()
-    interrupted = False
     with ExitStack() as stack:
         if log_file is None:
-            if show:
-                raise UsageError("--show needs a log.", hint="Add --log FILE.")
             log_file = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "bench.jsonl"
         log = Log(log_file)
-        if not show:
-            others = {name: value for name, value in sampling.items() if name != "temperature"}
-            wanted = _Wanted(
-                configurations=_configurations(config, drafter, rule, draft_length),
-                peers=_peers(peer or []),
-                temperatures=sampling["temperature"],
-                batches=batch or [1],
-                request={**others, "max_tokens": max_tokens, "ignore_eos": ignore_eos},
-                repeats=repeats,
-                seed=seed,
-                entropies=entropy,
-            )
-            load = {
-                "runtime": runtime, "dtype": dtype, "device": device, "adapter_mode": adapter_mode
-            }  # fmt: skip
-            interrupted = _measure(
-                screen, log, wanted, target, adapter or [_BARE], load, strict, prompts, limit
-            )
-        _tell(screen, log, csv_file, page, as_json)
+        others = {name: value for name, value in sampling.items() if name != "temperature"}
+        wanted = _Wanted(
+            configurations=_configurations(config, drafter, rule, draft_length),
+            peers=_peers(peer or []),
+            temperatures=sampling["temperature"],
+            batches=batch or [1],
+            request={**others, "max_tokens": max_tokens, "ignore_eos": ignore_eos},
+            repeats=repeats,
+            seed=seed,
+            entropies=entropy,
+        )
+        load = {
+            "runtime": runtime, "dtype": dtype, "device": device, "adapter_mode": adapter_mode
+        }  # fmt: skip
+        interrupted = _measure(
+            screen, log, wanted, target, adapter or [_BARE], load, strict, prompts, limit,
+            (ray_address, workers) if ray else None,
+        )  # fmt: skip
+        tell(screen, log, csv_file, page, as_json)
     if interrupted:
         raise typer.Exit(_INTERRUPTED)
 
@@ -275,21 +231,22 @@ class _Wanted:
         """The measurements of one target."""
         from outrider.lab.bench import Bench
 
-        return Bench(
-            engine,
-            prompts,
-            self.configurations,
-            temperatures=self.temperatures,
-            batches=self.batches,
-            max_tokens=self.request["max_tokens"],
-            repeats=self.repeats,
-            seed=self.seed,
-            sampling=self._sampling,
-            ignore_eos=self.request["ignore_eos"],
-            entropies=self.entropies,
-            adapter=adapter,
-            peers=self.peers,
-        )
+        options = self.options(adapter)
+        return Bench(engine, prompts, self.configurations, peers=self.peers, **options)
+
+    def options(self, adapter: str) -> dict[str, Any]:
+        """Of ``Bench``, besides what is compared."""
+        return {
+            "temperatures": self.temperatures,
+            "batches": self.batches,
+            "max_tokens": self.request["max_tokens"],
+            "repeats": self.repeats,
+            "seed": self.seed,
+            "sampling": self._sampling,
+            "ignore_eos": self.request["ignore_eos"],
+            "entropies": self.entropies,
+            "adapter": adapter,
+        }
 
     def conditions(self) -> dict[str, Any]:
         """For the log."""
@@ -326,13 +283,6 @@ def _peers(names: list[str]) -> list[Peer]:
     return [parse_peer(name) for name in names]
 
 
-def _check_places(csv_file: Path | None, page: Path | None) -> None:
-    if page is not None:
-        import outrider.report.bench  # noqa: F401, tells a missing jinja2
-    for file in (csv_file, page):
-        check_place(file)
-
-
 def _measure(
     screen: Screen,
     log: Log,
@@ -343,16 +293,17 @@ def _measure(
     strict: bool,
     source: str,
     limit: int | None,
+    cluster: tuple[str, int | None] | None,
 ) -> bool:
     """Fill the log; returns whether it was interrupted before the end."""
-    from outrider.cli.screen import load_engine
     from outrider.engine.prompts import read_prompts
-    from outrider.lab.peers import running
     from outrider.lab.provenance import machine, software
     from outrider.models.adapter import read_adapter
 
     prompts = read_prompts(source, limit=limit)
     wanted.check(load)
+    if cluster and wanted.peers:
+        raise UsageError("Peers run on one machine; got --peer and --ray.", hint="Leave one out.")
     if len(set(adapters)) < len(adapters):
         raise UsageError(f"An adapter is given twice: {adapters}.", hint="Leave one out.")
     for name in adapters:
@@ -375,32 +326,93 @@ def _measure(
         **wanted.conditions(),
         **extent,
     }
-    if log.started:
-        log.begin(conditions, _FIXED)  # told before a model is loaded
+    if log.started:  # what is known before a model is loaded is told then
+        log.begin(conditions, [name for name in _FIXED if not (cluster and name == "cluster")])
     done = {record.key for record in log.records()} if log.started else set()
     try:
         with _bar(screen, planned, len(done)) as advance:
             for name in adapters:
                 adapter = "" if name == _BARE else name
-                engine = load_engine(
-                    screen, target, drafter="none", strict=strict, adapter=adapter or None, **load
+                measuring = (
+                    _on_cluster(advance, wanted, prompts, target, adapter, load, strict, *cluster)
+                    if cluster
+                    else _here(screen, advance, wanted, prompts, target, adapter, load, strict)
                 )
-                bench = wanted.bench(engine, prompts, adapter)
-                with running(bench.peers, bench.stage):
-                    advance("warming up", 0)
-                    bench.warm_up()
-                    log.begin(conditions, _FIXED)
-                    log.update(extent)
-                    log.target(adapter or "bare", bench.about(), _FIXED_OF_TARGET)
-                    for record in bench.run(done):
+                with measuring as (place, about, run):
+                    log.begin(conditions | place, _FIXED)
+                    log.update(extent | place)
+                    log.target(adapter or "bare", about, _FIXED_OF_TARGET)
+                    for record in run(done):
                         log.add(record)
                         advance(f"{prompts[record.prompt].id}, {record.configuration}", 1)
-                del engine, bench  # before the next one comes into memory
+                del run  # and its engine, before the next one comes into memory
     except KeyboardInterrupt:
         if not log.started or next(log.records(), None) is None:
             raise
         return True
     return False
+
+
+@contextmanager
+def _here(
+    screen: Screen,
+    advance: Callable[[str, int], None],
+    wanted: _Wanted,
+    prompts: Sequence[PromptRecord],
+    target: str,
+    adapter: str,
+    load: dict[str, Any],
+    strict: bool,
+) -> Iterator[tuple[dict[str, Any], dict[str, Any], Callable[[Collection[Any]], Iterator[Record]]]]:
+    """Measuring in this process: conditions of the place, what is known of the target, and how to
+    get the records that there are not yet."""
+    from outrider.cli.screen import load_engine
+    from outrider.lab.peers import running
+
+    engine = load_engine(
+        screen, target, drafter="none", strict=strict, adapter=adapter or None, **load
+    )
+    bench = wanted.bench(engine, prompts, adapter)
+    with running(bench.peers, bench.stage):
+        advance("warming up", 0)
+        bench.warm_up()
+        yield {}, bench.about(), bench.run
+
+
+@contextmanager
+def _on_cluster(
+    advance: Callable[[str, int], None],
+    wanted: _Wanted,
+    prompts: Sequence[PromptRecord],
+    target: str,
+    adapter: str,
+    load: dict[str, Any],
+    strict: bool,
+    address: str,
+    count: int | None,
+) -> Iterator[tuple[dict[str, Any], dict[str, Any], Callable[[Collection[Any]], Iterator[Record]]]]:
+    """The same on a cluster's workers."""
+    from dataclasses import asdict
+
+    from outrider.engine.cluster import connected, team_of, workers
+    from outrider.lab.spread import MakeMeasurer, spread_run
+
+    options = {**load, "drafter": "none", "strict": strict, "adapter": adapter or None}
+    make = MakeMeasurer(target, options, prompts, wanted.configurations, wanted.options(adapter))
+    with connected(address) as nodes:
+        count, share = team_of(nodes, count, load["device"])
+        advance(f"loading and warming up on {count} workers", 0)
+        with workers(make, count, share) as team:
+            told = team.each("about")
+            place = {
+                "cluster": {"workers": count, **asdict(share)},
+                "workers": {name: machine for name, machine, _ in told},
+            }
+
+            def run(done: Collection[Any]) -> Iterator[Record]:
+                return spread_run(team, len(prompts), wanted.batches, done)
+
+            yield place, told[0][2], run
 
 
 def _digest(prompts: Sequence[PromptRecord]) -> str:
@@ -441,60 +453,3 @@ def _bar(screen: Screen, planned: int, done: int) -> Iterator[Any]:
         yield advance
     finally:
         bar.stop()
-
-
-def _tell(
-    screen: Screen, log: Log, csv_file: Path | None, page: Path | None, as_json: bool
-) -> None:
-    """Everything that was asked for, from the log alone."""
-    from outrider.lab.summary import summarize
-    from outrider.lab.wording import conclusions, notes
-
-    run = log.run()
-    summary = summarize(run)
-    told = list(notes(summary))
-    if csv_file is not None:
-        _write_csv(csv_file, run)
-    if page is not None:
-        from outrider.report.bench import bench_page
-        from outrider.report.page import write_page
-
-        write_page(page, bench_page(run))
-    if as_json:
-        result = {**summary.to_dict(), "notes": told, "conclusions": conclusions(summary)}
-        typer.echo(json.dumps(result, ensure_ascii=False))
-        return
-    from outrider.cli.bench_table import show
-
-    show(screen, summary)
-    for note in told:
-        screen.out.print(f"[yellow]{_escaped(note)}[/]")
-    for name, file in (("rows are", csv_file), ("page is", page)):
-        if file is not None:
-            screen.err.print(f"The {name} in {file}.", markup=False)
-    for line in conclusions(summary):
-        screen.out.print(f"[bold]{_escaped(line)}[/]")
-
-
-def _escaped(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
-
-
-def _write_csv(path: Path, run: Any) -> None:
-    """Whole or not at all."""
-    import csv
-    import os
-
-    from outrider.lab.table import columns, table_rows
-
-    part = path.with_name(f".{path.name}.part")
-    try:
-        with part.open("w", encoding="utf-8", newline="") as stream:
-            writer = csv.DictWriter(stream, columns())
-            writer.writeheader()
-            writer.writerows(table_rows(run))
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)

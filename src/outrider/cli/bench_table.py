@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from outrider.lab.configuration import PLAIN
+from outrider.lab.summary import ENOUGH_PROMPTS
 from outrider.lab.wording import peer_lines, prompt_name, setting_of
 
 if TYPE_CHECKING:
@@ -18,13 +19,13 @@ if TYPE_CHECKING:
     from outrider.lab.strata import Stratum
     from outrider.lab.summary import Row, Same, Speedup, Summary
 
-__all__ = ["show"]
+__all__ = ["show", "show_changes"]
 
 _STYLES = {"pays": "bold green", "costs": "bold red"}
 _BY = {
     "kind": "by kind of prompt",
-    "position": "by place in the output, in tokens",
-    "entropy": "by the target's entropy, in nats",
+    "position": "by place in the output, tokens (rounds alone)",
+    "entropy": "by the target's entropy, nats (rounds alone)",
     "temperature": "by temperature",
     "batch": "by batch size",
 }
@@ -32,9 +33,10 @@ _NONE = "–"
 
 
 def show(screen: Screen, summary: Summary) -> None:
-    """Conditions, a table for each target, temperature and batch size, and where it pays."""
+    """Conditions, tables for each target, temperature and batch size, and where it pays."""
     out = screen.out
-    out.print(f"[dim]{escape(_conditions(summary.conditions))}[/]")
+    for line in (_conditions(summary.conditions), *peer_lines(summary)):
+        out.print(f"[dim]{escape(line)}[/]")
     for setting, group in groupby(summary.rows, key=setting_of):
         rows = list(group)
         out.print()
@@ -42,19 +44,38 @@ def show(screen: Screen, summary: Summary) -> None:
         out.print(_speeds(rows, summary))
         out.print()
         out.print(_work(rows))
-        out.print(f"[dim]{_memory(rows)}[/]")
-        for line in peer_lines(rows, summary):
-            out.print(f"[dim]{escape(line)}[/]")
+        out.print()
+        out.print(_memory(rows))
         own = [one for one in summary.strata if _belongs(one, rows[0])]
         if any(one.speedup is not None for one in own):
             out.print()
             out.print(_strata(own, _drafted(rows)))
-    wide = [one for one in summary.strata if one.by in ("temperature", "batch")]
+    wide = [one for one in summary.strata if None in (one.temperature, one.batch)]
     labels = list(dict.fromkeys(_drafted(summary.rows)))
     if any(one.speedup is not None for one in wide):
         out.print()
         out.print(_strata(wide, labels))
     out.print()
+
+
+def show_changes(screen: Screen, changes: Sequence[Mapping[str, Any]]) -> None:
+    """Second run over first, a configuration in a setting a row (``Change.to_dict``)."""
+    table = _table("second over first", "prompts", "tokens/s", "95 %", "speed-up", "95 %")
+    for one in changes:
+        setting = f"temperature {one['temperature']:g}, batch {one['batch']}"
+        told = [one["configuration"], setting, *filter(None, [one["adapter"]])]
+        ratios = (one["tokens_per_s_ratio"], one["speedup_ratio"])
+        cells = [cell for ratio in ratios for cell in _ratio_cells(ratio)]
+        table.add_row(escape(", ".join(told)), str(one["prompts"]), *cells)
+    if changes:
+        screen.out.print(table)
+        screen.out.print()
+
+
+def _ratio_cells(found: Mapping[str, float] | None) -> tuple[str, str]:
+    if found is None:
+        return _NONE, _NONE
+    return f"{found['median']:.2f}", f"{found['low']:.2f}–{found['high']:.2f}"
 
 
 def _drafted(rows: Sequence[Row]) -> list[str]:
@@ -80,9 +101,7 @@ def _counted(rows: Sequence[Row]) -> str:
 
 
 def _speeds(rows: Sequence[Row], summary: Summary) -> Table:
-    table = _table(
-        "speed against plain", "tokens/s", "median", "95 %", "p10–p90", "slower", "worst"
-    )
+    table = _table("speed", "tokens/s", "speed-up", "95 %", "p10–p90", "slower", "worst")
     for row in rows:
         speed = row.speedup
         if speed is not None:
@@ -116,7 +135,7 @@ def _speed_cells(speed: Speedup, summary: Summary) -> list[str]:
 
 def _work(rows: Sequence[Row]) -> Table:
     table = _table(
-        "how it comes", "kept", "tokens/call", "first ms", "draft", "verify", "rest", "same tokens"
+        "work", "kept", "tokens/call", "first ms", "draft", "verify", "rest", "same tokens"
     )
     for row in rows:
         table.add_row(
@@ -155,22 +174,21 @@ def _middle(row: Row, metric: str, form: str) -> str:
     return _NONE if found is None else f"{found.median:{form}}"
 
 
-def _memory(rows: Sequence[Row]) -> str:
-    first = rows[0].memory
-    parts = [f"weights {_bytes(first.weights_bytes)}", f"cache {_bytes(first.cache_bytes)}"]
-    parts += [
-        f"{escape(row.configuration)} holds {_bytes(row.memory.draft_bytes)} more"
-        for row in rows
-        if row.speedup is not None and row.memory.draft_bytes is not None
-    ]
-    peaks = [row.memory.peak_bytes for row in rows if row.memory.peak_bytes is not None]
-    parts.append(f"at most {_bytes(max(peaks, default=None))} in all")
-    return "memory: " + ", ".join(parts)
+def _memory(rows: Sequence[Row]) -> Table:
+    table = _table("memory", "weights", "draft", "cache", "most in all")
+    for row in rows:
+        held = row.memory
+        draft = "0" if row.configuration == PLAIN else _bytes(held.draft_bytes)
+        ours = (_bytes(held.weights_bytes), draft, _bytes(held.cache_bytes))
+        # A peer holds weights and caches of its own, of which it tells nothing.
+        parts = (_NONE,) * len(ours) if row.peer else ours
+        table.add_row(escape(row.configuration), *parts, _bytes(held.peak_bytes))
+    return table
 
 
 def _bytes(count: float | None) -> str:
     if count is None:
-        return "unknown"
+        return _NONE
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.3g} MB"
 
 
@@ -179,13 +197,13 @@ def _belongs(one: Stratum, row: Row) -> bool:
 
 
 def _strata(strata: Sequence[Stratum], labels: Sequence[str]) -> Table:
-    """Decoding speed against plain; a part a row, a configuration a column."""
-    table = _table("decoding speed against plain", "prompts")
+    """Speed-ups; a part a row, a configuration a column."""
+    table = _table("speed-up by parts", "prompts")
     for label in labels:
         table.add_column(escape(label), justify="right", overflow="fold")
     for by, group in groupby(strata, key=lambda one: one.by):
         table.add_row(f"[dim]{_BY[by]}[/]")
-        for (_, value), parts in groupby(group, key=lambda one: (one.adapter, one.value)):
+        for value, parts in groupby(group, key=_part):
             found = {one.configuration: one for one in parts}
             table.add_row(
                 f"  {escape(value)}",
@@ -195,11 +213,23 @@ def _strata(strata: Sequence[Stratum], labels: Sequence[str]) -> Table:
     return table
 
 
+def _part(one: Stratum) -> str:
+    """Its value; and of a division across settings, what of the setting it does not go by."""
+    told = [one.value]
+    if one.by == "temperature" and one.batch != 1:
+        told.append(f"batch {one.batch}")
+    if one.by == "batch":
+        told.append(f"temperature {one.temperature:g}")
+    if None in (one.temperature, one.batch) and one.adapter:
+        told.append(f"adapter {one.adapter}")
+    return ", ".join(told)
+
+
 def _cell(one: Stratum | None) -> str:
     if one is None or one.speedup is None:
         return _NONE
     told = f"{one.speedup:.2f}"
-    if one.low is not None and one.high is not None:
+    if one.prompts >= ENOUGH_PROMPTS and one.low is not None and one.high is not None:
         if one.low > 1:
             return f"[green]{told}[/]"
         if one.high < 1:

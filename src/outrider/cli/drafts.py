@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,7 +28,15 @@ _USELESS = 1.05
 
 app = typer.Typer(no_args_is_help=True, help="List, inspect and check what drafts.")
 
-Folder = Annotated[Path, typer.Argument(help="A draft head's or model's folder.")]
+_SHIPPED = ("eagle", "shipped")
+_DEFAULT = "smollm2-135m"
+
+Draft = Annotated[
+    str,
+    typer.Argument(
+        metavar="DRAFT", help="A head's or model's folder; eagle is the head that comes along."
+    ),
+]
 
 if find_spec("outrider.cli.exits"):
     app.command("exits")(import_module("outrider.cli.exits").exits)
@@ -81,11 +90,14 @@ def list_drafts(as_json: o.AsJson = False) -> None:
 
 
 @app.command()
-def info(folder: Folder, as_json: o.AsJson = False) -> None:
-    """What a draft head or model is, which target it was made for, and how it was trained."""
+def info(draft: Draft, as_json: o.AsJson = False) -> None:
+    """What a draft head or model is, which target it was made for, and how it was trained.
+
+    eagle, or shipped, is the head that comes with the default model.
+    """
     from outrider.models.drafts import describe
 
-    result = describe(folder).to_dict()
+    result = describe(_folder(draft, _DEFAULT)).to_dict()
     if as_json:
         typer.echo(json.dumps(result))
         return
@@ -99,8 +111,8 @@ def info(folder: Folder, as_json: o.AsJson = False) -> None:
 
 @app.command()
 def check(
-    folder: Folder,
-    target: o.TargetName = "smollm2-135m",
+    draft: Draft,
+    target: o.TargetName = _DEFAULT,
     adapter: o.Adapter = None,
     adapter_mode: o.AdapterMode = "merged",
     runtime: o.Runtime = "auto",
@@ -110,13 +122,15 @@ def check(
 ) -> None:
     """Whether a draft was made for a target, part by part, and what it is worth on it.
 
-    Three short probes are decoded greedily. Exit codes: 0 all parts match; 1 some differ, or the
-    draft does not say which target it was made for.
+    Three short probes are decoded greedily. eagle, or shipped, is the head that comes with the
+    target. Exit codes: 0 all parts match; 1 some differ, or the draft does not say which target it
+    was made for.
     """
     from outrider.cli.screen import Screen, load_engine
     from outrider.engine.matching import DraftMismatchWarning, measure, recorded_target
     from outrider.models.drafts import describe
 
+    folder = _folder(draft, target)
     head = describe(folder)
     made_for = recorded_target(folder, {"target": head.target})
     engine = load_engine(
@@ -177,8 +191,24 @@ def _print_check(result: dict[str, Any], worth: Any) -> None:
         console().print("That is no better than plain decoding: outrider train can fit it further.")
 
 
+def _folder(draft: str, target: str) -> Path:
+    """The folder that is meant: a name stands for the head that comes with a target."""
+    from outrider.errors import ModelNotFoundError
+    from outrider.models.heads.folder import shipped_head
+
+    if draft not in _SHIPPED or Path(draft).is_dir():
+        return Path(draft)
+    found = shipped_head(target)
+    if found is None:
+        raise ModelNotFoundError(
+            f"No draft head comes with '{target}'.",
+            hint="Give a head's folder; outrider drafts list shows those that there are.",
+        )
+    return found
+
+
 def _print_pairs(values: dict[str, Any]) -> None:
-    """Names and values, those of a mapping in lines of their own."""
+    """Names and values in two columns, what is inside a mapping below its name."""
     from rich.table import Table
 
     from outrider.cli.screen import console
@@ -186,23 +216,27 @@ def _print_pairs(values: dict[str, Any]) -> None:
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    for key, value in values.items():
-        if value is None:
-            continue
-        if isinstance(value, dict):
-            table.add_row(key.replace("_", " "), "")
-            for name, one in value.items():
-                table.add_row(f"  {name.replace('_', ' ')}", _shown(one))
-        else:
-            table.add_row(key.replace("_", " "), _shown(value))
+    for name, value in _rows(values):
+        table.add_row(name, value)
     console().print(table)
 
 
+def _rows(values: dict[str, Any], depth: int = 0) -> Iterator[tuple[str, str]]:
+    for key, value in values.items():
+        name = "  " * depth + key.replace("_", " ")
+        if isinstance(value, dict) and value:
+            yield name, ""
+            yield from _rows(value, depth + 1)
+        elif value is not None:
+            yield name, _shown(value)
+
+
 def _shown(value: Any) -> str:
-    if isinstance(value, dict):
-        return json.dumps(value)
-    if isinstance(value, list):
-        return ", ".join(map(str, value))
+    if isinstance(value, (list, dict)):
+        parts = (f"{one:.4g}" if isinstance(one, float) else str(one) for one in value)
+        return ", ".join(parts) or "none"
+    if isinstance(value, float):
+        return f"{value:.4g}"
     plain_int = isinstance(value, int) and not isinstance(value, bool)
     return f"{value:,}" if plain_int else str(value) or "none"
 

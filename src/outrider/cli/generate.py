@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
@@ -34,6 +35,8 @@ def generate(
     sampling: dict[str, Any],
     stop: o.Stop = None,
     stop_token_id: o.StopTokenId = None,
+    json_schema: o.JsonSchema = None,
+    regex: o.Regex = None,
     seed: o.Seed = None,
     system: Annotated[str | None, typer.Option("--system", help="A system message.")] = None,
     raw: Annotated[
@@ -66,6 +69,7 @@ def generate(
         **sampling,
         "stop": stop or (),
         "stop_token_ids": stop_token_id or (),
+        "grammar": read_grammar(json_schema, regex),
     }
     length = parse_length(draft_length)
     # A value out of range is told before a model is loaded for it.
@@ -134,6 +138,34 @@ def check_request(request: dict[str, Any]) -> None:
     names = {f.name for f in fields(Sampling)}
     Sampling(**{name: value for name, value in request.items() if name in names})
     Transcript(None, max_tokens=request["max_tokens"], eos_token_ids=frozenset())
+
+
+def read_grammar(json_schema: str | None, regex: str | None) -> Any:
+    """What the answer may be; ``None``: anything.
+
+    Raises
+    ------
+    UsageError
+        When both are given, or the schema's file cannot be read or is no JSON object.
+    """
+    from outrider.engine.grammar import Grammar
+
+    if json_schema is not None and regex is not None:
+        raise UsageError("--json-schema and --regex exclude each other.", hint="Leave one out.")
+    if regex is not None:
+        return Grammar.regex(regex)
+    if json_schema is None:
+        return None
+    if not json_schema.lstrip().startswith("{"):
+        try:
+            json_schema = Path(json_schema).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(
+                f"--json-schema is a file or a JSON object; '{json_schema}' cannot be read: "
+                f"{error}.",
+                hint='Example: --json-schema \'{"type": "object"}\'',
+            ) from error
+    return Grammar.json_schema(json_schema)
 
 
 def chat_or_text(engine: Any, prompt: str, system: str | None = None) -> Any:

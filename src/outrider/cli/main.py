@@ -12,6 +12,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from outrider.cli.help import show_help
 from outrider.errors import OutriderError
 
 __all__ = ["app", "main"]
@@ -67,9 +68,10 @@ def main(arguments: list[str] | None = None) -> None:
         # A terminal that cannot show a character shows a question mark.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    if os.environ.get("NO_COLOR"):
-        import typer.rich_utils
+    import typer.rich_utils
 
+    typer.rich_utils.rich_format_help = show_help
+    if os.environ.get("NO_COLOR"):
         typer.rich_utils.COLOR_SYSTEM = None
     try:
         try:

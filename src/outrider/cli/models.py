@@ -104,6 +104,7 @@ def info(
     """What a model is, what it needs, which runtime takes it, and whether its numbers hold."""
     from outrider.engine.loading import (
         check_adapter_mode,
+        draft_device,
         find_target,
         load_model,
         parse_device,
@@ -140,7 +141,7 @@ def info(
 
         from outrider.models.hf import default_device, default_dtype
 
-        place = where or default_device()
+        place = draft_device(where) or default_device()
         packed = runtime == "native" and place == "cpu"
         kind = kind or (torch.int8 if packed else default_dtype(place))
         # Beside 8-bit weights, keys and values are kept in 16.

@@ -12,14 +12,17 @@ import typer
 from outrider.errors import UsageError
 
 __all__ = [
-    "Adapter", "AdapterMode", "AsJson", "Device", "DraftLength", "DrafterName", "Dtype",
-    "MaxTokens", "RuleName", "Runtime", "Seed", "Stop", "StopTokenId", "Strict", "TargetName",
-    "sampling_options",
+    "Adapter", "AdapterMode", "AsJson", "Device", "DraftLength", "DraftLengths", "DrafterName",
+    "DrafterNames", "Dtype", "JsonSchema", "Limit", "MaxTokens", "OnRay", "Prompts", "RayAddress",
+    "RayWorkers", "Regex", "RuleName", "RuleNames", "Runtime", "Seed", "Stop", "StopTokenId",
+    "Strict", "TargetName", "sampling_options",
 ]  # fmt: skip
 
 _SAMPLING = "Sampling"
 _MODEL = "Model"
 _SPECULATION = "Speculation"
+_MEASURING = "Measuring"
+_RAY = "Cluster"
 
 TargetName = Annotated[
     str,
@@ -67,6 +70,42 @@ DrafterName = Annotated[
         rich_help_panel=_SPECULATION,
     ),
 ]
+DrafterNames = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--drafter",
+        "-d",
+        help="As in generate; may be repeated. Each is taken with every --rule and --draft-length.",
+        rich_help_panel=_SPECULATION,
+    ),
+]
+RuleNames = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--rule", "-r", help="As in generate; may be repeated.", rich_help_panel=_SPECULATION
+    ),
+]
+DraftLengths = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--draft-length",
+        "-k",
+        help="As in generate; may be repeated.",
+        rich_help_panel=_SPECULATION,
+    ),
+]
+Prompts = Annotated[
+    str,
+    typer.Option(
+        "--prompts",
+        help="bundled, a text file with a prompt a line, or .jsonl with prompt, messages or turns.",
+        rich_help_panel=_MEASURING,
+    ),
+]
+Limit = Annotated[
+    int | None,
+    typer.Option("--limit", help="Prompts of each kind.", rich_help_panel=_MEASURING),
+]
 Strict = Annotated[
     bool,
     typer.Option(
@@ -97,12 +136,39 @@ MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="Most tokens 
 Stop = Annotated[
     list[str] | None, typer.Option("--stop", help="A string to stop at, may be repeated.")
 ]
+JsonSchema = Annotated[
+    str | None,
+    typer.Option("--json-schema", help="A JSON schema that the answer keeps to: a file, or JSON."),
+]
+Regex = Annotated[
+    str | None, typer.Option("--regex", help="An expression that the whole answer matches.")
+]
 StopTokenId = Annotated[
     list[int] | None, typer.Option("--stop-token-id", help="A token to stop at, may be repeated.")
 ]
 Seed = Annotated[
     int | None,
     typer.Option("--seed", help="The same seed gives the same text.", rich_help_panel=_SAMPLING),
+]
+OnRay = Annotated[
+    bool, typer.Option("--ray", help="Spread the work over a Ray cluster.", rich_help_panel=_RAY)
+]
+RayAddress = Annotated[
+    str,
+    typer.Option(
+        "--ray-address",
+        help="auto (the cluster that runs), local (one for this command) or a head node's.",
+        rich_help_panel=_RAY,
+    ),
+]
+RayWorkers = Annotated[
+    int | None,
+    typer.Option(
+        "--workers",
+        min=1,
+        help="Processes with a target each (one for each machine).",
+        rich_help_panel=_RAY,
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 

@@ -77,14 +77,7 @@ def plan(
         ),
     ] = "ngram",
     rule: o.RuleName = "auto",
-    prompts: Annotated[
-        str,
-        typer.Option(
-            "--prompts",
-            help="bundled, a text file with a prompt a line, or .jsonl.",
-            rich_help_panel=_MEASURED,
-        ),
-    ] = "bundled",
+    prompts: o.Prompts = "bundled",
     limit: Annotated[
         int | None,
         typer.Option(

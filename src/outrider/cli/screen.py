@@ -149,12 +149,12 @@ def load_engine(
     requests to come, which the rule must be fit for.
     """
     from outrider.models.locate import is_present
+    from outrider.models.torchrun import follows
 
-    # Off a terminal, a spinner would leave an empty line behind.
+    # Off a terminal, a spinner would leave an empty line behind; and one process draws for all.
     def waiting() -> AbstractContextManager[Any]:
-        return (
-            screen.err.status(f"loading {target} ...") if screen.err.is_terminal else nullcontext()
-        )
+        drawn = screen.err.is_terminal and not follows(options.get("device"))
+        return screen.err.status(f"loading {target} ...") if drawn else nullcontext()
 
     with waiting():
         from outrider import Engine

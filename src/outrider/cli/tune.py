@@ -31,34 +31,11 @@ def tune(
     target: o.TargetName = "smollm2-135m",
     adapter: o.Adapter = None,
     adapter_mode: o.AdapterMode = "merged",
-    drafter: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--drafter",
-            "-d",
-            help="As in generate; may be repeated. By default what needs no files of yours.",
-            rich_help_panel=_SEARCH,
-        ),
-    ] = None,
-    rule: Annotated[
-        list[str] | None,
-        typer.Option("--rule", "-r", help="May be repeated.", rich_help_panel=_SEARCH),
-    ] = None,
-    draft_length: Annotated[
-        list[str] | None,
-        typer.Option("--draft-length", "-k", help="May be repeated.", rich_help_panel=_SEARCH),
-    ] = None,
-    prompts: Annotated[
-        str,
-        typer.Option(
-            "--prompts",
-            help="What you run: bundled, a text file with a prompt a line, or .jsonl.",
-            rich_help_panel=_SEARCH,
-        ),
-    ] = "bundled",
-    limit: Annotated[
-        int | None, typer.Option("--limit", help="Prompts of each kind.", rich_help_panel=_SEARCH)
-    ] = 6,
+    drafter: o.DrafterNames = None,
+    rule: o.RuleNames = None,
+    draft_length: o.DraftLengths = None,
+    prompts: o.Prompts = "bundled",
+    limit: o.Limit = 6,
     temperature: Annotated[
         float,
         typer.Option("--temperature", min=0.0, help="0 is greedy.", rich_help_panel=_SEARCH),
@@ -96,7 +73,8 @@ def tune(
 
     Many ways are timed on a few prompts, then few on many, each in turn with plain decoding. What
     is faster for certain goes into a profile, one choice for temperature 0 and one for above,
-    which generate, chat and serve use by default; where nothing is, plain decoding does.
+    which generate, chat and serve use by default; where nothing is, plain decoding does. Without
+    --drafter, --rule and --draft-length what needs no files of yours is searched.
     """
     from outrider.cli.generate import check_request
     from outrider.cli.screen import Screen, load_engine
@@ -207,7 +185,7 @@ def _tell_round(screen: Screen, round_: Round) -> None:
 
     screen.err.print(f"\nAfter {round_.seen} prompts:")
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("way", "speed against plain", "interval", ""):
+    for name in ("way", "speed-up", "95 %", ""):
         left = name in ("way", "")
         table.add_column(name, justify="left" if left else "right", overflow="fold")
     for s in round_.standings:

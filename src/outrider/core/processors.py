@@ -178,12 +178,13 @@ class Sampling:
                 chain.append(_min_p(self.min_p))
         return chain
 
-    def law(self, end_ids: frozenset[int], vocab_size: int) -> Law:
-        """From logits to p, under these values."""
+    def law(self, end_ids: frozenset[int], vocab_size: int, mask: Processor | None = None) -> Law:
+        """From logits to p, under these values and perhaps a mask that comes before them."""
         factors = self.repetition_penalty, self.temperature or 1.0
         terms = self.presence_penalty, self.frequency_penalty, *(self.logit_bias or {}).values()
         near = all(1 / _NEAR <= f <= _NEAR for f in factors) and all(abs(t) <= _NEAR for t in terms)
-        return Law(self.processors(end_ids, vocab_size), greedy=self.greedy, wide=not near)
+        chain = self.processors(end_ids, vocab_size)
+        return Law(chain, greedy=self.greedy, wide=not near, mask=mask)
 
     def to_dict(self) -> dict[str, object]:
         """The values by name, for records."""
@@ -211,18 +212,36 @@ class Law:
         Whether p is all on the best token; of equal scores, the one with the lowest id.
     wide
         Whether to compute in float64, since the processors could outgrow float32.
+    mask
+        Applied before all others: tokens that a grammar forbids get minus infinity.
     """
 
     def __init__(
-        self, processors: Sequence[Processor] = (), *, greedy: bool = False, wide: bool = False
+        self,
+        processors: Sequence[Processor] = (),
+        *,
+        greedy: bool = False,
+        wide: bool = False,
+        mask: Processor | None = None,
     ) -> None:
         self.processors = tuple(processors)
         self.greedy = greedy
         self.wide = wide
+        self.mask = mask
 
     def without_choice(self) -> Law:
         """The same law before the best token takes all."""
-        return Law(self.processors, wide=self.wide)
+        return Law(self.processors, wide=self.wide, mask=self.mask)
+
+    def of_draft(self, context: Context, logits: Float[Tensor, " V"]) -> Distribution:
+        """q at one position: the same law of a draft's logits.
+
+        Where a draft has none of the tokens that the mask leaves, since its vocabulary is smaller,
+        it goes without: whatever it then proposes is refused.
+        """
+        if self.mask is not None and not torch.isfinite(self.mask(context, logits)).any():
+            return Law(self.processors, greedy=self.greedy, wide=self.wide)(context, logits)
+        return self(context, logits)
 
     def __call__(self, context: Context, logits: Float[Tensor, " V"]) -> Distribution:
         """p at one position.
@@ -240,7 +259,9 @@ class Law:
                 "number was expected.",
                 hint="Try a wider dtype (float32), or check the model's weights.",
             )
-        if self.processors:
+        if self.processors or self.mask:
+            if self.mask:
+                scores = self.mask(context, scores)
             for processor in self.processors:
                 scores = processor(context, scores)
             top, best = _best(scores)
@@ -248,7 +269,7 @@ class Law:
                 raise NumericalError(
                     f"The processors left no token that could come at position "
                     f"{len(context.tokens)}.",
-                    hint="Loosen logit_bias, min_tokens or the stop ids.",
+                    hint="Loosen logit_bias, min_tokens, the stop ids or the grammar.",
                 )
         if self.greedy:
             return Distribution.one_hot(best, len(scores))

@@ -20,9 +20,11 @@ from outrider.drafters.mixed import split_parts
 from outrider.drafters.model import ModelDrafter
 from outrider.engine.conversation import Conversation
 from outrider.engine.generation import Generation, Output
+from outrider.engine.grammar import Grammar, Grammars, Guided
 from outrider.engine.loading import (
     adapted,
     check_adapter_mode,
+    draft_device,
     find_target,
     load_draft,
     load_head,
@@ -68,7 +70,7 @@ from outrider.registry import (
 
 __all__ = ["Engine", "Prompt", "SamplingArguments", "check_load"]
 
-Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
+Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
 """A text to continue, a conversation to answer, or token ids as they are."""
 
 
@@ -151,6 +153,7 @@ class Engine:
         self._drafters: dict[str, Drafter] = {}
         self._drafts: dict[str, Model] = {}
         self._asked = drafter
+        self._grammars: Grammars | None = None
         self._rows: tuple[Model, Price] | None = None
         self._prices: dict[int, tuple[Drafter, Price]] = {}
         self._auto = isinstance(drafter, str) and drafter == "auto"
@@ -187,7 +190,9 @@ class Engine:
         drafter, rule, draft_length
             As in ``Engine``.
         runtime, dtype, device
-            ``auto`` or ``None`` pick what fits the model and the machine.
+            ``auto`` or ``None`` pick what fits the model and the machine. The device ``tp`` spreads
+            the target over the processes that torchrun started; in all but the first this call
+            serves that one, and does not return.
         adapter
             The folder of a LoRA adapter in PEFT's format.
         adapter_mode
@@ -223,7 +228,7 @@ class Engine:
             rule=rule,
             draft_length=draft_length,
             strict=strict,
-            load_options=options,
+            load_options=options | {"device": draft_device(device)},
             located=located,
         )
 
@@ -312,6 +317,7 @@ class Engine:
         drafter: str | Drafter | None = None,
         rule: str | Rule | None = None,
         draft_length: int | str | None = None,
+        grammar: Grammar | None = None,
         prefix: Prefix | None = None,
         progress: Progress | None = None,
         **sampling: Unpack[SamplingArguments],
@@ -335,6 +341,9 @@ class Engine:
             Decode without a drafter.
         drafter, rule, draft_length
             For this request, in place of the engine's own.
+        grammar
+            What the output may be, such as ``Grammar.json_schema({...})``. An output that comes to
+            its end by itself is one that the grammar describes; ``max_tokens`` may cut it short.
         prefix
             What an earlier request left in the cache.
         progress
@@ -353,10 +362,17 @@ class Engine:
             When a value is out of its range or unknown.
         PromptError
             When the prompt is empty, or leaves no room in the context.
+        UsageError
+            When the grammar cannot be used.
         NumericalError
             While running, when the model's logits are not numbers.
         """
         values = _sampling(sampling)
+        if grammar is not None and (ignore_eos or values.min_tokens):
+            raise SamplingError(
+                "A grammar decides where an output ends, so ignore_eos and min_tokens cannot.",
+                hint="Leave them out, or let the grammar ask for a longer text.",
+            )
         ids = self.encode(prompt)
         room = self.model.context_length - len(ids)
         if room < 1:
@@ -386,6 +402,8 @@ class Engine:
             stop_strings=stop,
             room=room,
         )
+        rows = self.model.vocab_size
+        mask = None if grammar is None else self.grammars.mask(grammar, rows)
         seed = secrets.randbits(63) if seed is None else seed
         limit = len(ids) + ending.max_tokens
         # A cache that outlives this request must have room for the next one.
@@ -398,12 +416,14 @@ class Engine:
             draft=prefix.draft_for(draft, ids, capacity, cache),
             rule=how,
             policy=policy,
-            law=values.law(ends, self.model.vocab_size),
+            law=values.law(ends, rows, mask),
             chooser=SeededChooser(seed),
             tokens=ids,
             prompt_length=len(ids),
             limit=limit,
         )
+        if mask is not None and draft.name != "none":
+            session.draft = Guided(session.draft, mask, len(ids))
         return Generation(
             session, ending, seed=seed, drafter=draft.name, rule=how.name, progress=progress
         )
@@ -412,8 +432,33 @@ class Engine:
         """A chat that keeps the cache of earlier turns."""
         return Conversation(self, system)
 
-    def encode(self, prompt: Prompt) -> list[int]:
+    @property
+    def grammars(self) -> Grammars:
+        """Grammars in the tokenizer's tokens.
+
+        Raises
+        ------
+        UsageError
+            When there is no tokenizer, or none that a grammar can work with.
+        """
+        if self._grammars is None:
+            if self.tokenizer is None:
+                raise UsageError(
+                    "A grammar needs a tokenizer, and this engine has none.",
+                    hint="Pass tokenizer=... to Engine.",
+                )
+            self._grammars = Grammars(self.tokenizer)
+        return self._grammars
+
+    def encode(self, prompt: Prompt, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """A prompt's token ids.
+
+        Parameters
+        ----------
+        prompt
+            As for ``stream``.
+        tools
+            Functions that the model may call, as its chat template wants them; for messages.
 
         Raises
         ------
@@ -432,7 +477,7 @@ class Engine:
                     "This engine has no tokenizer, so a prompt must be token ids.",
                     hint="Pass tokenizer=... to Engine.",
                 )
-            ids = words.encode(ids) if isinstance(ids, str) else words.encode_messages(ids)
+            ids = words.encode(ids) if isinstance(ids, str) else words.encode_messages(ids, tools)
         if not ids:
             raise PromptError("The prompt is empty.", hint="Give at least one token.")
         rows = self.model.vocab_size

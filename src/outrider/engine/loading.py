@@ -21,13 +21,14 @@ from outrider.models.adapter import read_adapter
 from outrider.models.heads.folder import read_head, shipped_head
 from outrider.models.locate import Located, locate
 from outrider.models.tokenizer import difference
+from outrider.models.torchrun import SPREAD, check_started
 from outrider.protocols import AdaptableModel, Head, Model, ParallelHeads, TappedModel, Tokenizer
 from outrider.registry import RUNTIMES, did_you_mean
 
 __all__ = [
-    "ADAPTER_MODES", "adapted", "check_adapter_mode", "find_target", "load_draft", "load_head",
-    "load_model", "load_parallel_heads", "parse_device", "parse_dtype", "read_fitting_head",
-    "runtime_for",
+    "ADAPTER_MODES", "adapted", "check_adapter_mode", "draft_device", "find_target", "load_draft",
+    "load_head", "load_model", "load_parallel_heads", "parse_device", "parse_dtype",
+    "read_fitting_head", "runtime_for",
 ]  # fmt: skip
 
 ADAPTER_MODES = ["merged", "live"]
@@ -53,13 +54,18 @@ def parse_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
 def parse_device(name: str | torch.device | None) -> str | None:
     """A device that computes here; ``auto`` and ``None`` leave the choice to the runtime.
 
+    ``tp`` is all processes that torchrun started, each with its own device.
+
     Raises
     ------
     UsageError
-        When there is no such device, or it holds no numbers (``meta``).
+        When there is no such device, it holds no numbers (``meta``), or there are no processes.
     """
     if name is None or name == "auto":
         return None
+    if name == SPREAD:
+        check_started()
+        return SPREAD
     try:
         if not isinstance(name, str | torch.device):
             raise TypeError("a device's name is text")
@@ -75,6 +81,11 @@ def parse_device(name: str | torch.device | None) -> str | None:
             hint=f"Known here: {', '.join(known)}.",
         ) from error
     return "cpu" if device.type == "cpu" else str(device)
+
+
+def draft_device(device: str | None) -> str | None:
+    """Where a draft model runs beside a target on that device: whole, in the first process."""
+    return None if device == SPREAD else device
 
 
 def check_adapter_mode(mode: str, runtime: str = "auto") -> None:
@@ -101,6 +112,8 @@ def runtime_for(
         return "toy", "a toy model, with known probabilities"
     if adapter_mode == "live":
         return "hf", "live adapters run there alone"
+    if device == SPREAD:
+        return "hf", "targets are spread over processes there alone"
     from outrider.models.native.load import why_not
 
     reason = why_not(located, dtype, device)
@@ -150,7 +163,8 @@ def load_model(
     runtime
         Name of a runtime; ``auto`` picks the one that fits.
     dtype, device
-        As in the runtime's own ``load``.
+        As in the runtime's own ``load``; the device ``tp`` spreads the model over the processes
+        that torchrun started (``models.tensor_parallel``).
     adapter_mode
         ``merged``: the located adapter is added to the weights. ``live``: it runs beside them.
 
@@ -168,6 +182,8 @@ def load_model(
     if runtime == "auto":
         runtime, _ = runtime_for(located, options["dtype"], options["device"], adapter_mode)
     load = RUNTIMES.load(runtime)
+    if options["device"] == SPREAD:
+        load = _spread(runtime)
     if (located.kind == "toy") != (runtime == "toy"):
         raise UsageError(
             f"The runtime '{runtime}' cannot load '{located.name}'.",
@@ -177,6 +193,17 @@ def load_model(
     adapter = None if beside is None else read_adapter(beside)  # before minutes of loading
     model, tokenizer = load(replace(located, adapter=None) if beside else located, **options)
     return adapted(model, adapter) if adapter else model, tokenizer
+
+
+def _spread(runtime: str) -> Callable[..., tuple[Model, Tokenizer]]:
+    if runtime != "hf":
+        raise UsageError(
+            f"The runtime '{runtime}' runs in one process; --device {SPREAD} needs several.",
+            hint="Use --runtime hf, or another --device.",
+        )
+    from outrider.models.tensor_parallel import load  # torch.distributed is slow to import
+
+    return load
 
 
 def adapted(model: Model, adapter: Any) -> Model:

@@ -28,13 +28,14 @@ from outrider.lab.provenance import model_conditions
 from outrider.lab.record import Record
 from outrider.models.hf import first_line
 
-__all__ = ["Bench", "Turn", "check_measurable"]
+__all__ = ["Bench", "Key", "Turn", "check_measurable"]
 
 _WARM_UP_TOKENS = 16
 _LARGEST_BATCH = 256
 _SEEDS = 1 << 62
 
 Key = tuple[str, int, int, int, float, str]
+"""Of a record: configuration, prompt, repeat, batch, temperature and adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,15 +250,21 @@ class Bench:
             told["peers"] = {peer.label: peer.about() for peer in self.peers}
         return told
 
-    def run(self, done: Collection[Key] = ()) -> Iterator[Record]:
+    def run(
+        self, done: Collection[Key] = (), prompts: Collection[int] | None = None
+    ) -> Iterator[Record]:
         """Measure, and give out each generation as it is finished.
 
         Parameters
         ----------
         done
             Keys of records that there are already, of an earlier run; they are left out.
+        prompts
+            Numbers of those to measure; all by default. Such as share a batch go together.
         """
         for turn in self.turns():
+            if prompts is not None and turn.prompt not in prompts:
+                continue
             for order, one in enumerate(turn.order):
                 keys = [
                     (one.label, n, turn.repeat, turn.batch, turn.temperature) for n in turn.prompts

@@ -153,8 +153,10 @@ def check_draft(engine: Engine) -> None:
         )
     if engine.drafter.trees:
         raise UsageError(
-            f"A plan is about chains; '{engine.drafter.name}' proposes trees here.",
-            hint="Leave the tree out, as in --drafter model:PATH or --drafter eagle#chain.",
+            f"A plan is about chains; '{engine.drafter.name}' proposes trees, whose rounds do not "
+            "tell how deep a draft stood.",
+            hint="Plan a chain: --drafter eagle#chain, medusa:FOLDER#chain, or model:PATH without "
+            "#tree. What the tree itself is worth, outrider bench measures.",
         )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from outrider.core.trace import Round, Trace
 from outrider.engine.generation import Output
 from outrider.errors import LogError
+from outrider.lab.differences import differences
 
 __all__ = ["BARE", "Log", "Record", "Run"]
 
@@ -73,6 +74,8 @@ class Record:
         A peer's output.
     failure
         Why a peer has no output; empty where it has one.
+    worker
+        Which worker of a cluster measured it: its machine and a number; empty without a cluster.
 
     Example
     -------
@@ -109,6 +112,7 @@ class Record:
     counted: str = ""
     text: str = ""
     failure: str = ""
+    worker: str = ""
 
     @classmethod
     def of(cls, output: Output, **about: Any) -> Record:
@@ -276,14 +280,13 @@ class Log:
     def _refuse_other(
         self, before: Mapping[str, Any], now: Mapping[str, Any], fixed: Iterable[str]
     ) -> None:
-        for name in fixed:
-            then, here = before.get(name), _as_read(now.get(name))
-            if then != here:
-                raise LogError(
-                    f"'{self.path}' is of another run: there {name} was {then!r}, here it is "
-                    f"{here!r}.",
-                    hint="Give another file, or the same options.",
-                )
+        found = differences(before, _as_read(now), fixed)
+        if found:
+            raise LogError(
+                f"'{self.path}' is of another run, so it cannot be gone on with. What differs: "
+                f"{'; '.join(found)}.",
+                hint="Give --log another file, or repeat that run: outrider report shows how.",
+            )
 
     def add(self, record: Record) -> None:
         """Append a record."""

@@ -20,7 +20,8 @@ BY = ("kind", "position", "entropy", "temperature", "batch")
 _FIRST_BUCKET = 16
 _ENTROPY_BUCKETS = 4
 
-Parts = Iterable[tuple[str, Sequence[Round]]]
+Parts = Iterable[tuple[str, Sequence[Round], float]]
+"""Of one record: a part, its rounds and its seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +43,9 @@ class Stratum:
     tokens_per_target_call
         emitted / target calls, summed over the part; the bonus token counts.
     speedup, low, high
-        Median over prompts of plain seconds a token / seconds a token, in rounds of this part
-        alone, the prompt's pass left out; and its 95 % interval. ``None`` for plain itself.
+        As in ``summary.Speedup``, from this part alone: by kind, temperature and batch that of
+        whole answers; by place and entropy of the rounds that begin there, the prompt's pass being
+        in none. ``None`` for plain itself.
     slower
         Share of prompts below 1.
     """
@@ -87,11 +89,11 @@ def strata(records: Sequence[Record]) -> list[Stratum]:
     records = [record for record in records if not record.peer]
     bounds = _entropy_bounds(records)
     ways: dict[str, Callable[[Record], Parts]] = {
-        "kind": lambda r: [(r.kind, r.rounds)],
+        "kind": lambda r: [(r.kind, r.rounds, r.total_s)],
         "position": lambda r: _by_token(r, position_of),
         "entropy": lambda r: _by_entropy(r, bounds.get(r.adapter, ())),
-        "temperature": lambda r: [(f"{r.temperature:g}", r.rounds)],
-        "batch": lambda r: [(str(r.batch), r.rounds)],
+        "temperature": lambda r: [(f"{r.temperature:g}", r.rounds, r.total_s)],
+        "batch": lambda r: [(str(r.batch), r.rounds, r.total_s)],
     }
     return [row for by in BY for row in _divided(records, by, ways[by])]
 
@@ -104,18 +106,18 @@ class _Sums:
     accepted: int = 0
     emitted: int = 0
     calls: int = 0
-    seconds: list[tuple[tuple[int, float, int], float]] = field(default_factory=list)
-    """Seconds a token, for each pair of a prompt and its request."""
+    rates: list[tuple[tuple[int, float, int], float]] = field(default_factory=list)
+    """Tokens a second, for each pair of a prompt and its request."""
 
-    def add(self, record: Record, rounds: Sequence[Round]) -> None:
+    def add(self, record: Record, rounds: Sequence[Round], seconds: float) -> None:
         emitted = sum(r.emitted for r in rounds)
         self.drafted += sum(r.drafted for r in rounds)
         self.accepted += sum(r.accepted for r in rounds)
         self.emitted += emitted
         self.calls += len(rounds)
-        if emitted:
+        if emitted and seconds:
             pair = record.prompt, record.temperature, record.batch
-            self.seconds.append((pair, sum(r.total_s for r in rounds) / emitted))
+            self.rates.append((pair, emitted / seconds))
 
 
 Group = tuple[str, float | None, int | None]
@@ -129,9 +131,9 @@ def _divided(
         temperature = None if by == "temperature" else record.temperature
         batch = None if by == "batch" else record.batch
         group = found[record.adapter, temperature, batch]
-        for value, rounds in parts(record):
+        for value, rounds, seconds in parts(record):
             by_configuration = group.setdefault(value, {})
-            by_configuration.setdefault(record.configuration, _Sums()).add(record, rounds)
+            by_configuration.setdefault(record.configuration, _Sums()).add(record, rounds, seconds)
     for (adapter, temperature, batch), by_value in found.items():
         if len(by_value) < 2:
             continue  # the whole is told already
@@ -147,7 +149,7 @@ def _divided(
                     by=by,
                     value=value,
                     configuration=label,
-                    prompts=len({pair[0] for pair, _ in sums.seconds}),
+                    prompts=len({pair[0] for pair, _ in sums.rates}),
                     tokens=sums.emitted,
                     acceptance_rate=sums.accepted / sums.drafted if sums.drafted else None,
                     tokens_per_target_call=sums.emitted / sums.calls if sums.calls else None,
@@ -159,7 +161,7 @@ def _divided(
 
 
 def _speedups(ours: _Sums, plain: _Sums) -> Iterable[float]:
-    return paired_ratios(medians_by(plain.seconds), medians_by(ours.seconds)).values()
+    return paired_ratios(medians_by(ours.rates), medians_by(plain.rates)).values()
 
 
 def _ordered(by: str, values: Mapping[str, object]) -> list[str]:
@@ -176,7 +178,7 @@ def _by_token(record: Record, value_of: Callable[[int], str]) -> Parts:
     for one in record.rounds:
         found[value_of(at)].append(one)
         at += one.emitted
-    return found.items()
+    return [(value, some, sum(r.total_s for r in some)) for value, some in found.items()]
 
 
 def _by_entropy(record: Record, bounds: Sequence[float]) -> Parts:

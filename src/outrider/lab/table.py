@@ -15,7 +15,7 @@ __all__ = ["columns", "table_rows"]
 _RECORD = (
     "adapter", "configuration", "drafter", "rule", "temperature", "batch", "kind", "prompt",
     "repeat", "order", "seed", "prompt_tokens", "finish_reason", "cache_bytes", "peak_bytes",
-    "peer", "counted", "failure",
+    "peer", "counted", "failure", "worker",
 )  # fmt: skip
 _SUMMARY = (
     "emitted_tokens", "target_calls", "drafted_tokens", "accepted_tokens", "correction_tokens",

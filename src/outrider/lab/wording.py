@@ -42,63 +42,92 @@ def say_speedup(speed: Speedup) -> str:
 
 
 def notes(summary: Summary) -> Iterator[str]:
-    """What a reader of the figures has to know: differences of tokens, noise, what is missing."""
-    for row in summary.rows:
-        same = row.same
-        if same is not None and same.promised and same.parted:
-            first = same.parted[0]
-            yield (
-                f"{row.configuration} at {setting_of(row)}: {len(same.parted)} of {same.compared} "
-                "outputs differ from plain decoding's, which should be the same tokens; the first "
-                f"is prompt {prompt_name(summary.conditions, first.prompt)}, from token "
-                f"{first.position} on. Where a runtime's numbers depend on the rows of a pass, "
-                "near-ties may flip: see outrider models info."
-            )
-        yield from _peer_notes(row, summary)
+    """What a reader of the figures has to know, a note for each matter and not for each row."""
+    parted = [row for row in summary.rows if row.same and row.same.promised and row.same.parted]
+    if parted:
+        told = "; ".join(_parted(row, summary) for row in parted[:_MOST_NAMED])
+        yield (
+            f"Not plain decoding's tokens, where they should be: {told}{_more(parted)}. Near-ties "
+            "may flip where numbers depend on the rows of a pass: outrider models info."
+        )
+    yield from _peer_notes([row for row in summary.rows if row.peer], summary)
     if summary.unsteadiness is not None and summary.unsteadiness > _UNSTEADY:
         yield (
-            f"The machine is not steady: the same plain decoding of a prompt varies by "
-            f"{summary.unsteadiness:.0%} from repeat to repeat."
+            "The machine is not steady: plain decoding of a prompt varies by "
+            f"{summary.unsteadiness:.0%} between repeats."
+        )
+    if workers := summary.conditions.get("workers"):
+        machines = len({name.partition("/")[0] for name in workers})
+        yield (
+            f"Measured by {_count(len(workers), 'worker')} on {_count(machines, 'machine')}: times "
+            "are of all of them, and each speed-up is of one worker's own turns."
         )
     if summary.planned is not None and summary.finished < summary.planned:
         yield f"Not finished: {summary.finished} of {summary.planned} generations."
 
 
-def _peer_notes(row: Row, summary: Summary) -> Iterator[str]:
-    """What keeps a peer's figures from being compared with ours as they are."""
-    if not row.peer:
-        return
-    about = summary.conditions.get("targets", {}).get(row.adapter or BARE, {})
-    theirs = about.get("peers", {}).get(row.configuration, {}).get("precision")
-    ours = about.get("precision")
-    if theirs is not None and theirs != ours:
-        yield (
-            f"{row.configuration} at {setting_of(row)}: its precision is {theirs}, the target's is "
-            f"{ours or 'exact'}: not the same numbers, so speed and tokens differ by more than the "
-            "way to decode."
-        )
-    if row.counted == "chunks":
-        yield (
-            f"{row.configuration} at {setting_of(row)}: its server tells no number of tokens, so "
-            "pieces of its stream are counted, each of which may hold several."
-        )
-    if row.failed:
-        prompt, reason = row.failed[0]
-        yield (
-            f"{row.configuration} at {setting_of(row)}: {len(row.failed)} of {row.records} answers "
-            f"failed and are left out; the first is prompt "
-            f"{prompt_name(summary.conditions, prompt)}: {reason}"
-        )
+def _count(n: int, thing: str) -> str:
+    return f"{n} {thing}" if n == 1 else f"{n} {thing}s"
 
 
-def peer_lines(rows: Sequence[Row], summary: Summary) -> Iterator[str]:
-    """What each peer is and how it was run, a line each."""
+def _parted(row: Row, summary: Summary) -> str:
+    assert row.same is not None
+    first = row.same.parted[0]
+    return (
+        f"{_where(row)}, {len(row.same.parted)} of {row.same.compared} outputs (first prompt "
+        f"{prompt_name(summary.conditions, first.prompt)}, from token {first.position})"
+    )
+
+
+def _peer_notes(rows: Sequence[Row], summary: Summary) -> Iterator[str]:
+    """What keeps peers' figures from being compared with ours as they are."""
+    others = {}
     for row in rows:
+        about = summary.conditions.get("targets", {}).get(row.adapter or BARE, {})
+        theirs = about.get("peers", {}).get(row.configuration, {}).get("precision")
+        ours = about.get("precision")
+        if theirs is not None and theirs != ours:
+            others[f"{row.configuration} ({theirs})"] = ours or "exact"
+    if others:
+        target = next(iter(others.values()))
+        yield (
+            f"Another precision than the target's ({target}), so other numbers as well as another "
+            f"way to decode: {', '.join(others)}."
+        )
+    rough = dict.fromkeys(row.configuration for row in rows if row.counted == "chunks")
+    if rough:
+        yield f"Pieces of a stream counted, for the server tells no tokens: {', '.join(rough)}."
+    failed = [row for row in rows if row.failed]
+    if failed:
+        told = "; ".join(_failed(row, summary) for row in failed[:_MOST_NAMED])
+        yield f"Failed answers, left out: {told}{_more(failed)}"
+
+
+def _failed(row: Row, summary: Summary) -> str:
+    prompt, reason = row.failed[0]
+    name = prompt_name(summary.conditions, prompt)
+    return f"{_where(row)}, {len(row.failed)} of {row.records} (first prompt {name}: {reason})"
+
+
+def _where(row: Row) -> str:
+    return f"{row.configuration} at {setting_of(row)}"
+
+
+def _more(rows: Sequence[Row]) -> str:
+    left = len(rows) - _MOST_NAMED
+    return f"; {left} more" if left > 0 else ""
+
+
+def peer_lines(summary: Summary) -> Iterator[str]:
+    """What each peer is and how it was run, a line each."""
+    told: dict[str, None] = {}
+    for row in summary.rows:
         targets = summary.conditions.get("targets", {})
         about = targets.get(row.adapter or BARE, {}).get("peers", {}).get(row.configuration, {})
         if row.peer and about:
-            told = "; ".join(_FIRST.get(name, f"{name}: ") + v for name, v in about.items())
-            yield f"{row.configuration}: {told}"
+            parts = "; ".join(_FIRST.get(name, f"{name}: ") + v for name, v in about.items())
+            told[f"{row.configuration}: {parts}"] = None
+    yield from told
 
 
 def conclusions(summary: Summary) -> list[str]:

@@ -9,7 +9,7 @@ import io
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 import transformers
 from jaxtyping import Float
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 
 from outrider.core.proposal import Proposal
 from outrider.errors import (
@@ -32,7 +32,7 @@ from outrider.models import attention, catalogue, memory
 from outrider.models.adapter import Adapter, LiveAdapter, merge_into, read_adapter
 from outrider.models.heads.eagle import EagleModule, TorchHead
 from outrider.models.heads.medusa import MedusaModule, TorchMedusa
-from outrider.models.hf_cache import HFCache, continues_from_state, rollback_of
+from outrider.models.hf_cache import GROW_BY, HFCache, continues_from_state, rollback_of
 from outrider.models.hidden import Hidden, check_taps
 from outrider.models.locate import Located
 from outrider.models.numerics import row_step
@@ -47,7 +47,9 @@ __all__ = [
     "first_line",
     "load",
     "load_words",
+    "loading",
     "quiet",
+    "whole_module",
 ]
 
 _PREFILL_CHUNK = 512
@@ -110,9 +112,8 @@ class HFModel:
         self.rollback: Rollback = rollback_of(text)
         self._live: LiveAdapter | None = None
         self._steps: tuple[int | None, ...] = (None,)
-        if same_numbers and self.rollback == "length" and _can_switch_attention(module):
-            module.set_attn_implementation(attention.NAME)
-            self._steps = (row_step(module),)
+        if same_numbers:
+            self.keep_numbers(row_step)
         with _evaluating(module):
             # Some decoders say False too, so it is a reason to look and no more.
             if getattr(text, "is_decoder", None) is False and _looks_ahead(module):
@@ -129,6 +130,15 @@ class HFModel:
             and self._takes_positions
             and text._attn_implementation in (attention.NAME, "sdpa", "eager")
         )
+
+    def keep_numbers(self, measure: Callable[[nn.Module], int | None]) -> None:
+        """Run the module so that a row's numbers do not depend on its company, where it can be.
+
+        ``measure`` finds the row step of its matrices, as ``numerics.row_step`` does.
+        """
+        if self.rollback == "length" and _can_switch_attention(self.module):
+            self.module.set_attn_implementation(attention.NAME)
+            self._steps = (measure(self.module),)
 
     @property
     def row_step(self) -> int | None:
@@ -179,6 +189,15 @@ class HFModel:
         if self.config._attn_implementation == attention.NAME:
             return HFCache(self.config, attention.visible_keys, hidden)
         return HFCache(self.config, hidden=hidden)
+
+    def cache_bytes(self, tokens: int) -> int:
+        """Memory for the keys and values of so many tokens, were each layer to see all of them."""
+        c = self.config
+        heads = getattr(c, "num_attention_heads", 0)
+        kv_heads = getattr(c, "num_key_value_heads", None) or heads
+        width = getattr(c, "head_dim", None) or (c.hidden_size // heads if heads else 0)
+        held = -(-tokens // GROW_BY) * GROW_BY
+        return int(2 * self.layers * kv_heads * width * held * self.module.dtype.itemsize)
 
     def make_head(self, module: EagleModule | MedusaModule) -> TorchHead | TorchMedusa:
         """A draft head on this model's hidden states."""
@@ -405,26 +424,12 @@ def load(
     adapter = None if located.adapter is None else read_adapter(located.adapter)
     if device == "cpu":
         memory.check_weights(_cheapest(located, dtype), dtype)
-    try:
-        with quiet():
-            if located.kind == "gguf":
-                assert located.path is not None
-                module, words = _from_gguf(located.path, dtype)
-            else:
-                module, words = _from_pretrained(str(located.path or located.repo), dtype)
-    except (torch.OutOfMemoryError, OutriderError):
-        raise
-    except Exception as error:  # transformers raises whatever its many loaders meet
-        reason = first_line(error)
-        if located.kind == "hub" and isinstance(error, OSError):
-            raise ModelNotFoundError(
-                f"The hub repository '{located.repo}' could not be read: {reason}",
-                hint="Check the name and the network, or give a local folder or .gguf file.",
-            ) from error
-        raise ModelFileError(
-            f"'{located.path or located.repo}' could not be loaded as a language model: {reason}",
-            hint="Is the file whole, and of a family that transformers knows?",
-        ) from error
+    with loading(located):
+        if located.kind == "gguf":
+            assert located.path is not None
+            module, words = _from_gguf(located.path, dtype)
+        else:
+            module, words = _from_pretrained(str(located.path or located.repo), dtype)
     if located.kind == "gguf" and located.path is not None:
         _keep_unpacked(module, words, _unpacked_folder(located.path, dtype))
     if adapter is not None:
@@ -443,8 +448,29 @@ def load(
     return model, tokenizer
 
 
+@contextmanager
+def loading(located: Located) -> Iterator[None]:
+    """Tells what transformers' loaders meet as errors of a model, and keeps them quiet."""
+    try:
+        with quiet():
+            yield
+    except (torch.OutOfMemoryError, OutriderError):
+        raise
+    except Exception as error:  # transformers raises whatever its many loaders meet
+        reason = first_line(error)
+        if located.kind == "hub" and isinstance(error, OSError):
+            raise ModelNotFoundError(
+                f"The hub repository '{located.repo}' could not be read: {reason}",
+                hint="Check the name and the network, or give a local folder or .gguf file.",
+            ) from error
+        raise ModelFileError(
+            f"'{located.path or located.repo}' could not be loaded as a language model: {reason}",
+            hint="Is the file whole, and of a family that transformers knows?",
+        ) from error
+
+
 def _from_pretrained(source: str | Path, dtype: torch.dtype) -> tuple[Any, Any]:
-    module = _whole_module(source, dtype=dtype, use_safetensors=True)
+    module = whole_module(source, dtype=dtype, use_safetensors=True)
     return module, load_words(source, source)
 
 
@@ -471,7 +497,7 @@ def first_line(error: Exception) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def _whole_module(source: str | Path, **options: Any) -> Any:
+def whole_module(source: str | Path, **options: Any) -> Any:
     """A model none of whose weights transformers had to make up."""
     module, found = transformers.AutoModelForCausalLM.from_pretrained(
         source,
@@ -494,7 +520,7 @@ def _from_gguf(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     unpacked = _unpacked_folder(path, dtype)
     if _is_whole(unpacked):
         return _from_pretrained(unpacked, dtype)
-    module = _whole_module(
+    module = whole_module(
         path.parent,
         gguf_file=path.name,
         dtype=dtype,

@@ -21,9 +21,10 @@ from outrider.errors import RollbackError
 from outrider.models.hidden import Hidden
 from outrider.protocols import Rollback
 
-__all__ = ["GrowingLayer", "HFCache", "continues_from_state", "rollback_of"]
+__all__ = ["GROW_BY", "GrowingLayer", "HFCache", "continues_from_state", "rollback_of"]
 
-_GROW_BY = 512
+GROW_BY = 512
+"""Tokens that a layer makes room for at a time."""
 
 
 class GrowingLayer(DynamicLayer):  # type: ignore[misc]
@@ -52,7 +53,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         held = self.keys.shape[-2] if self.is_initialized else 0
         if held >= capacity:
             return
-        capacity = -(-capacity // _GROW_BY) * _GROW_BY
+        capacity = -(-capacity // GROW_BY) * GROW_BY
         # Zeros, not empty: a masked value of NaN would still spoil the sum it is weighted into.
         keys = like_k.new_zeros((*like_k.shape[:-2], capacity, like_k.shape[-1]))
         values = like_v.new_zeros((*like_v.shape[:-2], capacity, like_v.shape[-1]))

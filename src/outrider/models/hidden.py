@@ -48,6 +48,11 @@ class Hidden:
         # Kept by numpy: a tensor made in inference mode could not be written to outside it.
         self._rows = np.empty((0, len(taps) * width), np.float32)
 
+    @staticmethod
+    def bytes(taps: tuple[int, ...], width: int, tokens: int) -> int:
+        """Most memory for so many tokens: rows grow by doubling."""
+        return 4 * len(taps) * width * max(_FEWEST, 2 * tokens)
+
     def put(self, start: int, rows: Float[Tensor, "n widths"]) -> None:
         """Rows of the tokens from a slot on; those behind them mean nothing any more."""
         if not self.taps:

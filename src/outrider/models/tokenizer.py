@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import reprlib
 import string
 import sys
@@ -10,7 +11,7 @@ from codecs import getincrementaldecoder
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from itertools import chain, islice, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from outrider.errors import PromptError, UsageError
 from outrider.protocols import Tokenizer
@@ -225,43 +226,63 @@ class HFTokenizer:
             )
         return [begin]
 
-    def encode_messages(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def encode_messages(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
         """The ids of a conversation, up to where the assistant's answer begins.
+
+        Parameters
+        ----------
+        messages
+            Each has ``role`` and ``content``, both text. An assistant's may have ``tool_calls``
+            instead of the content, whose arguments are objects, not text.
+        tools
+            Functions that the assistant may call, in OpenAI's shape.
 
         Raises
         ------
         PromptError
-            When ``messages`` are not mappings with ``role`` and ``content``, when the model has
-            no chat template, or when its template refuses them.
+            When ``messages`` are not of that form, when the model has no chat template, when its
+            template refuses them, or when it would leave tools or calls out.
         """
         from jinja2 import TemplateError
 
         if not messages:
             raise PromptError("The conversation is empty.", hint="Give at least one message.")
         for number, message in enumerate(messages):
-            if not isinstance(message, Mapping) or not all(
-                isinstance(message.get(key), str) for key in ("role", "content")
-            ):
-                raise PromptError(
-                    f"Message {number} is {message!r}; a message has 'role' and 'content', "
-                    "both text.",
-                    hint='Example: {"role": "user", "content": "Hello"}',
-                )
-            _check_unicode(message["content"])
+            _check_message(number, message)
         if not self._tokenizer.chat_template:
             raise PromptError(
                 "This model has no chat template, so it does not answer messages.",
                 hint="Pass a plain string.",
             )
+        self._check_tools(messages, tools)
         try:
             ids: list[int] = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
+                [{**message, "content": message.get("content") or ""} for message in messages],
+                tools=[dict(tool) for tool in tools] or None,
                 add_generation_prompt=True,
                 return_dict=False,
             )
         except TemplateError as error:
             raise PromptError(f"The model's chat template refuses the messages: {error}") from error
         return ids
+
+    def _check_tools(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Refuse what the template says nothing of: it would be left out without a word."""
+        _check_unicode(json.dumps(list(tools), ensure_ascii=False))
+        for needed, word in (
+            (bool(tools), "tools"),
+            (any(message.get("tool_calls") for message in messages), "tool_calls"),
+        ):
+            if needed and not re.search(rf"\b{word}\b", self.chat_template):
+                raise PromptError(
+                    f"This model's chat template does not know '{word}', so the model would not "
+                    "see them.",
+                    hint="Use a model that was made to call tools.",
+                )
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, special tokens left out."""
@@ -374,6 +395,7 @@ class ToyTokenizer:
         self._eos = frozenset(eos_token_ids)
 
     has_chat_template = False
+    chat_template = ""
 
     @property
     def vocab_size(self) -> int:
@@ -408,7 +430,9 @@ class ToyTokenizer:
             at += len(word)
         return ids
 
-    def encode_messages(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def encode_messages(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
         """Never: a toy model answers no messages.
 
         Raises
@@ -525,6 +549,18 @@ def _is_part(piece: bytes) -> bool:
     except UnicodeDecodeError:
         return True
     return False
+
+
+def _check_message(number: int, message: Any) -> None:
+    calls = isinstance(message, Mapping) and bool(message.get("tool_calls"))
+    texts = ("role",) if calls and message.get("content") is None else ("role", "content")
+    if not isinstance(message, Mapping) or not all(isinstance(message.get(t), str) for t in texts):
+        raise PromptError(
+            f"Message {number} is {message!r}; a message has 'role' and 'content', both text.",
+            hint='Example: {"role": "user", "content": "Hello"}',
+        )
+    _check_unicode(message.get("content") or "")
+    _check_unicode(json.dumps(message.get("tool_calls"), ensure_ascii=False, default=str))
 
 
 def _check_unicode(text: str) -> None:

@@ -74,7 +74,7 @@ def audit_page(
         )
     names = {int(token): text for token, text in result.get("names", {}).items()}
     words = names or dict(texts or {})
-    headline, sign = wording.HEADLINES[result["verdict"]]
+    headline, sign, tone = wording.HEADLINES[result["verdict"]]
     data = json.dumps(result, ensure_ascii=False, indent=1).encode("utf-8", "backslashreplace")
     filters: dict[str, Callable[..., Any]] = {
         "percent": wording.percent,
@@ -89,6 +89,7 @@ def audit_page(
         result=result,
         headline=headline,
         sign=sign,
+        tone=tone,
         sides=wording.sides(result),
         claims=wording.claims(result),
         prompts=[wording.visible(str(p), keep="\n") for p in result["prompts"]],

@@ -72,6 +72,7 @@ def bench_page(log: Log | Run | Measured, *, command: str = "") -> str:
         groups=[(title, figures) for title, figures in groups(run, shown, keys) if figures],
         texts=texts,
         left_out=left_out,
+        holds=any(_held(arm) for arm in run.arms),
         conditions=[row for row in verdicts.flatten(run.conditions) if row[0] != "command"],
         command=visible(command or str(run.conditions.get("command", ""))),
         **_script(),
@@ -140,6 +141,12 @@ def _texts(run: Measured, shown: Sequence[Arm]) -> tuple[list[Text], int]:
         _text(arm, one) for prompt in sorted(chosen) for arm, one in _plain_last(by_prompt[prompt])
     ]
     return texts, len(by_prompt) - len(chosen)
+
+
+def _held(arm: Arm) -> bool:
+    """Whether anything is known of its memory."""
+    held = arm.row.memory
+    return any(v is not None for v in (held.weights_bytes, held.cache_bytes, held.peak_bytes))
 
 
 def _plain_last(some: Sequence[tuple[Arm, Record]]) -> list[tuple[Arm, Record]]:
@@ -215,6 +222,7 @@ _FILTERS: dict[str, Callable[..., Any]] = {
     "side": lambda verdict: verdicts.WORDS[verdict],
     "times": verdicts.times,
     "span": verdicts.span,
+    "size": lambda count: "–" if count is None else verdicts.size(count),
     "seen": lambda text: visible(str(text)),
     "brief": lambda text: text if len(text) <= _BRIEF else text[: _BRIEF - 1] + "…",
     "shape": _shape,

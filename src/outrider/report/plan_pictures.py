@@ -120,7 +120,7 @@ def heat_map(plan: Plan, *, key: str, alt: str) -> str:
                 if length:
                     axes.annotate(
                         f"γ {length}", (x, y), xytext=(0, -8), textcoords="offset points",
-                        ha="center", va="center", fontsize=8.5,
+                        ha="center", va="center", fontsize=9,
                     )  # fmt: skip
         ratio = plan.drafting.ratio
         if ratio is not None and RATIOS[0] <= ratio <= RATIOS[-1]:

@@ -15,7 +15,7 @@ from outrider.report.wording import percent, visible
 
 __all__ = [
     "WORDS", "Fact", "Headline", "Side", "compared", "facts", "flatten", "headline", "side_by_side",
-    "sorted_out", "span", "times", "tone_of",
+    "size", "sorted_out", "span", "times", "tone_of",
 ]  # fmt: skip
 
 _NB = "\N{NO-BREAK SPACE}"
@@ -229,12 +229,17 @@ def flatten(conditions: Mapping[str, Any], above: str = "") -> Iterator[tuple[st
         if isinstance(value, Mapping) and value:
             yield from flatten(value, f"{name} · ")
         elif str(key).endswith(_BYTES) and isinstance(value, (int, float, type(None))):
-            yield visible(name.removesuffix(" bytes")), "–" if value is None else _size(value)
+            yield visible(name.removesuffix(" bytes")), "–" if value is None else size(value)
         else:
             yield visible(name), visible(_told(str(key), value))
 
 
-def _size(count: float) -> str:
+def size(count: float) -> str:
+    """Bytes in words.
+
+    >>> size(3 * 2**30), size(2**19)
+    ('3 GiB', '0.5 MiB')
+    """
     return f"{count / 2**30:.3g} GiB" if count >= 2**30 else f"{count / 2**20:.3g} MiB"
 
 

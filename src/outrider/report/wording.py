@@ -23,13 +23,13 @@ __all__ = [
 Result = Mapping[str, Any]
 
 HEADLINES = {
-    "consistent": ("Consistent", "="),
-    "different": ("Different", "≠"),
-    "not enough samples": ("Not enough samples", "?"),
-    "nothing tested": ("Nothing tested", "∅"),
-    "not exact by design": ("Not exact by design", "≁"),
+    "consistent": ("Consistent", "=", "faster"),
+    "different": ("Different", "≠", "slower"),
+    "not enough samples": ("Not enough samples", "?", "unclear"),
+    "nothing tested": ("Nothing tested", "∅", "unclear"),
+    "not exact by design": ("Not exact by design", "≁", ""),
 }
-"""For each verdict its headline and its sign."""
+"""For each verdict its headline, its sign and its tone."""
 
 _ENDED = -1  # stands for a position that the output did not reach
 _LABEL = 20  # columns

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from outrider.core.trace import Trace
+from outrider.core.trace import Round, Trace
 from outrider.engine.generation import Piece
 from outrider.serve.logprobs import TokenLogprobs, Words, for_chat, for_completion
 from outrider.serve.scheduler import Done, Tokens
+from outrider.serve.tools import Calls, Reader
 
 __all__ = ["Answer"]
 
@@ -28,10 +29,12 @@ class Answer:
         Outputs to each prompt.
     words
         What tokens read as, for logprobs.
+    calls
+        The tools that may be called; ``None``: none.
 
     Where the protocol has no place for it, an object ``outrider`` says what was drafted, kept and
     repaired: in a whole answer and in the last chunk of all for the request, in each choice for
-    that output, and in each chunk where its tokens came from.
+    that output, and in each chunk where its tokens came from and what the round drafted.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class Answer:
         prompt_lengths: Sequence[int],
         n: int,
         words: Words | None,
+        calls: Calls | None = None,
     ) -> None:
         self._chat, self._words, self._prompt_tokens = chat, words, sum(prompt_lengths)
         kind = "chat.completion" if chat else "text_completion"
@@ -60,6 +64,8 @@ class Answer:
         self._logprobs: list[list[TokenLogprobs] | None] = [None] * count
         self._letters = [0] * count  # told in chunks, by the tokens' own texts
         self._done: dict[int, Done] = {}
+        self._readers = [calls.reader() for _ in range(count)] if calls else None
+        self._told = [(0, 0)] * count  # letters and calls of each that were told in chunks
 
     @property
     def count(self) -> int:
@@ -68,10 +74,16 @@ class Answer:
 
     def add(self, index: int, event: Tokens | Done) -> None:
         """Note what came."""
+        reader = self._readers[index] if self._readers else None
         if isinstance(event, Done):
             self._done[index] = event
+            if reader:
+                reader.finish()
             return
         self._pieces[index] += event.pieces
+        if reader:
+            for piece in event.pieces:
+                reader.push(piece.text, piece.token_id)
         if event.logprobs is not None:
             self._logprobs[index] = [*(self._logprobs[index] or []), *event.logprobs]
 
@@ -82,16 +94,13 @@ class Answer:
             done, output = self._done[index], self._done[index].output
             choice: dict[str, Any] = {
                 "index": index,
-                "finish_reason": output.finish_reason,
+                "finish_reason": self._finish_reason(index),
                 "logprobs": self._told_logprobs(self._logprobs[index]),
                 "outrider": self._about(done) | {"tokens": _tokens(self._pieces[index])},
             }
             if self._chat:
-                choice["message"] = {
-                    "role": "assistant",
-                    "content": output.text,
-                    "refusal": None,
-                }
+                said = _said(self._readers[index]) if self._readers else {"content": output.text}
+                choice["message"] = {"role": "assistant", "refusal": None, **said}
             else:
                 choice["text"] = output.text
             choices.append(choice)
@@ -103,7 +112,7 @@ class Answer:
 
     def first_chunk(self, index: int) -> dict[str, Any] | None:
         """Who speaks; nothing in a plain completion."""
-        delta = {"role": "assistant", "content": "", "refusal": None}
+        delta = {"role": "assistant", "content": None if self._readers else "", "refusal": None}
         return self._chunk(index, {"delta": delta}) if self._chat else None
 
     def chunk(self, index: int, event: Tokens) -> dict[str, Any]:
@@ -114,23 +123,36 @@ class Answer:
             self._letters[index] += sum(
                 len(self._words.text(one.token_id)) for one in event.logprobs
             )
-        said: dict[str, Any] = {"delta": {"content": text}} if self._chat else {"text": text}
-        return self._chunk(
-            index, said | {"logprobs": found, "outrider": {"tokens": _tokens(event.pieces)}}
-        )
+        delta = self._news(index) if self._readers else {"content": text}
+        said: dict[str, Any] = {"delta": delta} if self._chat else {"text": text}
+        ours = {"tokens": _tokens(event.pieces), "round": _counts(event.round)}
+        return self._chunk(index, said | {"logprobs": found, "outrider": ours})
 
     def last_chunk(self, index: int, event: Done) -> dict[str, Any]:
         """Why an output ended, and what it cost."""
-        said: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
-        return self._chunk(
-            index,
-            said | {"finish_reason": event.output.finish_reason, "outrider": self._about(event)},
-        )
+        said: dict[str, Any] = {"delta": self._news(index)} if self._chat else {"text": ""}
+        reason = self._finish_reason(index)
+        return self._chunk(index, said | {"finish_reason": reason, "outrider": self._about(event)})
 
     def usage_chunk(self) -> dict[str, Any]:
         """The counts, after all else."""
         told = {"choices": [], "usage": self.usage(), "outrider": self.summary()}
         return self._head | {"object": self._chunk_kind} | told
+
+    def _news(self, index: int) -> dict[str, Any]:
+        """With tools, what is known to be text by now, and calls that are whole."""
+        if not self._readers:
+            return {}
+        reader, (letters, calls) = self._readers[index], self._told[index]
+        self._told[index] = len(reader.content), len(reader.calls)
+        text, new = reader.content[letters:], list(enumerate(reader.calls))[calls:]
+        said: dict[str, Any] = {"content": text} if text else {}
+        return said | ({"tool_calls": [{"index": i, **call} for i, call in new]} if new else {})
+
+    def _finish_reason(self, index: int) -> str:
+        reason = self._done[index].output.finish_reason
+        called = self._readers is not None and bool(self._readers[index].calls)
+        return "tool_calls" if called and reason == "stop" else reason
 
     @property
     def _chunk_kind(self) -> str:
@@ -186,5 +208,17 @@ class Answer:
         return for_completion(found, self._words, offset)
 
 
+def _said(reader: Reader) -> dict[str, Any]:
+    """Text and calls of a whole answer."""
+    if not reader.calls:
+        return {"content": reader.content}
+    return {"content": reader.content or None, "tool_calls": reader.calls}
+
+
 def _tokens(pieces: Sequence[Piece]) -> list[dict[str, Any]]:
     return [{"id": p.token_id, "text": p.text, "origin": p.origin} for p in pieces]
+
+
+def _counts(round: Round) -> dict[str, int]:
+    names = ("drafted", "accepted", "corrections", "bonuses")
+    return {name: getattr(round, name) for name in names}

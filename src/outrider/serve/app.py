@@ -8,9 +8,9 @@ import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from fastapi import FastAPI, Request
@@ -20,7 +20,18 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response, Streami
 from starlette.exceptions import HTTPException
 
 from outrider.engine.engine import Engine
+from outrider.registry import RULES
+from outrider.serve import page
 from outrider.serve.answers import Answer
+from outrider.serve.described import (
+    ChatAnswer,
+    CompletionAnswer,
+    Model,
+    Models,
+    Status,
+    answers,
+    refusals,
+)
 from outrider.serve.envelope import Envelope, note
 from outrider.serve.limits import Limits
 from outrider.serve.logprobs import Words
@@ -30,6 +41,9 @@ from outrider.serve.refusals import RefusalError, of_error, of_validation
 from outrider.serve.scheduler import Done, Event, Failed, Job, Scheduler, Tokens
 from outrider.serve.schema import ChatRequest, CompletionRequest
 
+if TYPE_CHECKING:  # what it needs is an extra
+    from outrider.serve.tracing import Tracing
+
 __all__ = ["Service", "create_app"]
 
 _VERSION = version("outrider")
@@ -38,7 +52,7 @@ _CLIENT_GONE = 499
 """What logs and counters say of a request whose client did not wait; nobody is told."""
 
 _PATHS = {
-    "/": "what there is",
+    "/": "what there is; for browsers, a page to chat with",
     "/v1/models": "the model",
     "/v1/chat/completions": "answers to messages",
     "/v1/completions": "continuations of texts",
@@ -67,6 +81,10 @@ class Service:
         As in ``Scheduler``.
     api_key
         Asked for where it is not ``None``.
+    hosts
+        Names that requests may be addressed to; ``None``: any.
+    tracing
+        Where the spans of requests are made, if they are.
 
     Example
     -------
@@ -83,6 +101,8 @@ class Service:
     queue: int = 64
     cache_bytes: int | None = None
     api_key: str | None = None
+    hosts: tuple[str, ...] | None = None
+    tracing: Tracing | None = None
     metrics: Metrics = field(init=False)
     scheduler: Scheduler = field(init=False)
     intake: Intake = field(init=False)
@@ -132,6 +152,8 @@ def create_app(service: Service) -> FastAPI:
         await run_in_threadpool(service.scheduler.start)
         yield
         await run_in_threadpool(service.scheduler.stop)
+        if service.tracing is not None:
+            await run_in_threadpool(service.tracing.close)
 
     app = FastAPI(
         title="Outrider",
@@ -148,6 +170,8 @@ def create_app(service: Service) -> FastAPI:
         paths=tuple(_PATHS),
         body_bytes=service.limits.body_bytes,
         api_key=service.api_key,
+        hosts=service.hosts,
+        tracing=service.tracing,
     )
 
     @app.exception_handler(RefusalError)
@@ -176,25 +200,43 @@ def create_app(service: Service) -> FastAPI:
         return await refused(request, answer)
 
     @app.get("/")
-    async def index() -> dict[str, Any]:
-        """What there is."""
-        return {"name": "outrider", "version": _VERSION, "model": service.model_name} | {
-            "paths": _PATHS
+    async def index(request: Request) -> Response:
+        """What there is and what may be asked for; a page where HTML is taken."""
+        if page.asks_for_it("/", request.headers):
+            return page.answer()
+        told = {
+            "name": "outrider",
+            "version": _VERSION,
+            "model": service.model_name,
+            "context_tokens": service.engine.model.context_length,
+            "drafters": service.intake.drafters,
+            "drafter": service.drafter,
+            "rules": ("auto", *RULES),
+            "limits": asdict(service.limits),
+            "paths": _PATHS,
         }
+        return JSONResponse(told, headers={"Vary": "Accept"})
 
-    @app.get("/health")
+    @app.get(page.FOLDER + "{name}", include_in_schema=False)
+    async def part_of_page(name: str) -> Response:
+        """What the page loads."""
+        return page.answer(name)
+
+    probes: dict[int | str, dict[str, Any]] = {200: {"model": Status}, 503: {"model": Status}}
+
+    @app.get("/health", responses=probes)
     async def health() -> Response:
         """Whether the engine's thread runs."""
         fine = service.scheduler.alive
         return JSONResponse({"status": "ok" if fine else "failed"}, 200 if fine else 503)
 
-    @app.get("/ready")
+    @app.get("/ready", responses=probes)
     async def ready() -> Response:
         """Whether new requests are taken."""
         fine = service.scheduler.accepts
         return JSONResponse({"status": "ready" if fine else "stopping"}, 200 if fine else 503)
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse, responses=refusals())
     async def metrics() -> Response:
         """Counters for Prometheus."""
         return PlainTextResponse(
@@ -210,12 +252,12 @@ def create_app(service: Service) -> FastAPI:
             "max_model_len": service.engine.model.context_length,
         }
 
-    @app.get("/v1/models")
+    @app.get("/v1/models", response_model=Models, responses=refusals())
     async def models() -> dict[str, Any]:
         """The one model that is served."""
         return {"object": "list", "data": [described()]}
 
-    @app.get("/v1/models/{name:path}")
+    @app.get("/v1/models/{name:path}", response_model=Model, responses=refusals(404))
     async def model(name: str) -> dict[str, Any]:
         """The same by name."""
         if name != service.model_name:
@@ -227,12 +269,12 @@ def create_app(service: Service) -> FastAPI:
             )
         return described()
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", responses=answers(ChatAnswer))
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Answer messages, whole or as a stream of chunks."""
         return await _complete(service, body, request)
 
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", responses=answers(CompletionAnswer))
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue texts or token ids."""
         return await _complete(service, body, request)
@@ -289,7 +331,11 @@ async def _complete(
         note(request.scope, user=body.user)
     orders = await run_in_threadpool(service.intake.orders, body)
     mailbox = _Mailbox()
-    job = service.scheduler.submit(orders, mailbox.tell, request_id)
+    tell = mailbox.tell
+    if (span := request.scope["outrider"]["span"]) is not None:
+        span.accepted(service.model_name, orders, bool(body.stream))
+        tell = span.listening(tell)
+    job = service.scheduler.submit(orders, tell, request_id)
     watch = asyncio.create_task(_watch(request, service, job, mailbox))
     answer = _answer(service, body, orders, request_id)
     events = mailbox.events(len(orders))
@@ -390,6 +436,7 @@ def _answer(
         prompt_lengths=[len(order.prompt) for order in orders[::n]],
         n=n,
         words=service.words,
+        calls=orders[0].calls,
     )
 
 

@@ -1,4 +1,4 @@
-"""What goes round every request: its id, its key, its line in the log, and its counters."""
+"""What goes round every request: its id, its key, its line in the log, counters and a span."""
 
 from __future__ import annotations
 
@@ -8,16 +8,21 @@ import logging
 import re
 from collections.abc import Collection
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from fastapi import HTTPException
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from outrider.serve import page
+from outrider.serve.address import host_of
 from outrider.serve.logs import log
 from outrider.serve.metrics import Metrics
 from outrider.serve.refusals import RefusalError
+
+if TYPE_CHECKING:  # what it needs is an extra
+    from outrider.serve.tracing import Tracing
 
 __all__ = ["Envelope", "note"]
 
@@ -44,7 +49,12 @@ class Envelope:
     body_bytes
         Most that a request may hold; what is longer is not read on.
     api_key
-        Asked for everywhere but by probes; ``None``: by nobody.
+        Asked for everywhere but by probes and for the page; ``None``: by nobody.
+    hosts
+        Names that a request may be addressed to, but by probes; ``None``: any. A web page whose
+        name has been made to mean this machine (DNS rebinding) sends its own.
+    tracing
+        Where spans are made, if they are.
     """
 
     def __init__(
@@ -55,10 +65,14 @@ class Envelope:
         paths: Collection[str],
         body_bytes: int,
         api_key: str | None = None,
+        hosts: Collection[str] | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         self._app, self._metrics, self._paths = app, metrics, paths
         self._body_bytes = body_bytes
         self._key = None if api_key is None else api_key.encode()
+        self._hosts = None if hosts is None else frozenset(hosts)
+        self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
@@ -70,7 +84,10 @@ class Envelope:
         asked = headers.get("x-request-id", "")
         request_id = asked if _ID.fullmatch(asked) else uuid4().hex
         noted: dict[str, Any] = {}
-        scope["outrider"] = {"request_id": request_id, "noted": noted}
+        span = None
+        if self._tracing is not None:
+            span = self._tracing.begin(scope["method"], scope["path"], headers)
+        scope["outrider"] = {"request_id": request_id, "noted": noted, "span": span}
 
         async def send_on(message: Message) -> None:
             nonlocal status
@@ -81,14 +98,10 @@ class Envelope:
 
         error: Exception | None = None
         try:
-            if self._admits(scope["path"], headers):
+            if (refused := self._refusal(scope["path"], headers)) is None:
                 await self._app(scope, self._bounded(receive), send_on)
             else:
-                refused = RefusalError(
-                    401,
-                    "The API key is missing or wrong; send it as 'Authorization: Bearer KEY'.",
-                    code="invalid_api_key",
-                )
+                note(scope, code=refused.code)
                 await refused.response()(scope, receive, send_on)
         except Exception as broken:
             error = broken
@@ -100,6 +113,8 @@ class Envelope:
             status = noted.pop("status", status)
             self._metrics.requests.labels(path, str(status)).inc()
             seconds = monotonic() - started
+            if span is not None:
+                span.end(request_id, status, noted)
             if path.startswith("/v1/"):
                 self._metrics.request_seconds.observe(seconds)
             quiet = status < 400 and path in (*_OPEN, "/metrics")
@@ -137,8 +152,26 @@ class Envelope:
 
         return read
 
+    def _refusal(self, path: str, headers: Headers) -> RefusalError | None:
+        """Why a request goes no further, if so."""
+        host = host_of(headers.get("host", ""))
+        if self._hosts is not None and host not in self._hosts and path not in _OPEN:
+            return RefusalError(
+                421,
+                f"This server is not known as '{host}'; it is known as "
+                f"{', '.join(sorted(self._hosts))}. Behind a proxy, start it with --allow-host.",
+                code="wrong_host",
+            )
+        if not self._admits(path, headers):
+            return RefusalError(
+                401,
+                "The API key is missing or wrong; send it as 'Authorization: Bearer KEY'.",
+                code="invalid_api_key",
+            )
+        return None
+
     def _admits(self, path: str, headers: Headers) -> bool:
-        if self._key is None or path in _OPEN:
+        if self._key is None or path in _OPEN or page.asks_for_it(path, headers):
             return True
         kind, _, given = headers.get("authorization", "").partition(" ")
         # In constant time, so that a key cannot be guessed letter by letter.

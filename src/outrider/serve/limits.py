@@ -15,7 +15,7 @@ class Limits:
     ----------
     body_bytes
         Of a request's body.
-    messages
+    messages, tools
         In a conversation.
     max_tokens
         Of one output; also the default of a chat, as far as the context has room.
@@ -38,6 +38,7 @@ class Limits:
 
     body_bytes: int = 1_000_000
     messages: int = 1024
+    tools: int = 128
     max_tokens: int = 4096
     sequences: int = 16
     stops: int = 16

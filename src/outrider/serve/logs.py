@@ -40,10 +40,11 @@ class _Json(logging.Formatter):
 
 
 def to_stderr(stream: TextIO | None = None) -> None:
-    """Send this package's lines, and uvicorn's warnings, to standard error."""
+    """Send this package's lines, and the warnings of uvicorn and tracing, to standard error."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(_Json())
-    for name, level in (("outrider.serve", logging.INFO), ("uvicorn", logging.WARNING)):
+    others = ("uvicorn", "opentelemetry")
+    for name in ("outrider.serve", *others):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
-        logger.setLevel(level)
+        logger.setLevel(logging.WARNING if name in others else logging.INFO)

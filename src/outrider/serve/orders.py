@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from threading import Lock
 from typing import Any
 
-import torch
-
 from outrider.core.processors import Sampling
+from outrider.drafters.beside import taps_of
 from outrider.engine.engine import Engine
-from outrider.errors import PromptError, UsageError
-from outrider.models.memory import facts
+from outrider.engine.grammar import Grammar
+from outrider.errors import OutriderError, PromptError, UsageError
+from outrider.models.hidden import Hidden
+from outrider.protocols import CacheBytes, Drafter, Model, TappedModel
 from outrider.serve.limits import Limits
 from outrider.serve.refusals import RefusalError
-from outrider.serve.schema import ChatRequest, CompletionRequest, Request
+from outrider.serve.schema import (
+    ChatRequest,
+    CompletionRequest,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    NamedTool,
+    Request,
+)
+from outrider.serve.tools import Calls, functions, spelling_of
 
-__all__ = ["Intake", "Order", "cache_bytes_per_token"]
+__all__ = ["Intake", "Order", "cache_bytes"]
 
 _SAFE_DRAFTERS = ("none", "auto", "ngram", "suffix")
 """Drafters that read nothing but the text; others must be the server's own."""
@@ -42,6 +53,8 @@ class Order:
         How many likely tokens are told beside each one's logprob; ``None``: no logprobs.
     cache_bytes
         What its caches take when it is at its longest.
+    calls
+        The tools that it may call; ``None``: it is text.
     """
 
     prompt: list[int]
@@ -49,33 +62,56 @@ class Order:
     sequence: int = 0
     top_logprobs: int | None = None
     cache_bytes: int = 0
+    calls: Calls | None = None
 
 
-def cache_bytes_per_token(engine: Engine) -> int:
-    """What one token takes in the caches of a target and of a draft model; 0 if it is not known.
+def cache_bytes(engine: Engine, drafters: Collection[Drafter], tokens: int) -> int:
+    """Most memory that one output takes: the target's cache, and what a drafter keeps beside it.
+
+    Parameters
+    ----------
+    engine
+        The target's.
+    drafters
+        Those of which it may have any one; none: it is decoded plainly.
+    tokens
+        Of the prompt and the output together.
+
+    What a part does not tell (``CacheBytes``) counts as nothing.
 
     Example
     -------
-    >>> cache_bytes_per_token(Engine.load("toy"))
-    0
+    >>> engine = Engine.load("toy", drafter="suffix")
+    >>> cache_bytes(engine, [], 100), cache_bytes(engine, [engine.drafter], 100)
+    (0, 102400)
     """
-    return sum(_of_model(model, engine) for model in _models(engine))
+    return _told(engine.model, tokens) + max(
+        (_beside(drafter, engine.model, tokens) for drafter in drafters), default=0
+    )
 
 
-def _models(engine: Engine) -> list[Any]:
-    draft = getattr(engine.drafter, "model", None)
-    return [engine.model] if draft is None else [engine.model, draft]
+def _beside(drafter: Drafter, model: Model, tokens: int) -> int:
+    taps = taps_of(drafter)
+    hidden = Hidden.bytes(taps, model.hidden_size, tokens) if isinstance(model, TappedModel) else 0
+    return _told(drafter, tokens) + hidden
 
 
-def _of_model(model: Any, engine: Engine) -> int:
-    shape = getattr(model, "shape", None)
-    if shape is not None:  # the native runtime says it itself
-        return int(shape.bytes(1024)) // 1024
-    if model is not engine.model or engine.located is None:
-        return 0
-    found = facts(engine.located)
-    dtype = getattr(torch, getattr(model, "kind", ""), torch.float32)
-    return (found.cache_bytes_per_token(dtype) or 0) if found else 0
+def _told(part: object, tokens: int) -> int:
+    return part.cache_bytes(tokens) if isinstance(part, CacheBytes) else 0
+
+
+def _possible(engine: Engine) -> list[Drafter]:
+    """The drafters that requests may have: the server's own, what it was tuned to, the safe ones.
+
+    Made here, so that no request waits for a head that is loaded when it is first asked for.
+    """
+    profile = engine.profile if engine.follows_profile else None
+    tuned = [profile.choice(greedy) for greedy in (True, False)] if profile else []
+    made = [engine.drafter]
+    for name in (*_SAFE_DRAFTERS, *(choice.drafter for choice in tuned if choice is not None)):
+        with suppress(OutriderError):  # whoever asks for it is told why there is none
+            made.append(engine.make_drafter(name))
+    return made
 
 
 class Intake:
@@ -110,7 +146,7 @@ class Intake:
         self.drafters = tuple(dict.fromkeys((*_SAFE_DRAFTERS, drafter)))
         self._own = drafter
         self._cache_bytes = cache_bytes
-        self._per_token = cache_bytes_per_token(engine)
+        self._possible = _possible(engine)
         # Fast tokenizers may refuse two callers at once.
         self._tokenizing = Lock()
 
@@ -123,8 +159,13 @@ class Intake:
             When something in it is wrong, not supported or beyond a limit.
         """
         self._check(request)
+        calls: Calls | None = None
+        tools: list[dict[str, Any]] = []
         if isinstance(request, ChatRequest):
             prompts: list[Any] = [[message.plain() for message in request.messages]]
+            calls = self._calls(request)
+            if calls is not None:
+                tools = [tool.model_dump(exclude_none=True) for tool in request.tools or []]
         else:
             assert isinstance(request, CompletionRequest)
             prompts = request.prompts()
@@ -133,12 +174,13 @@ class Intake:
             raise RefusalError(400, "There is no prompt.", code="invalid_prompt", param="prompt")
         if len(prompts) * n > self.limits.sequences:
             raise _too_many("n" if n > 1 else "prompt", "outputs", self.limits.sequences)
-        common = self._options(request)
+        common = self._options(request) | self._grammar(request, calls)
         made: list[Order] = []
         for prompt in prompts:
-            ids = self._encode(prompt)
+            ids = self._encode(prompt, tools)
             options = common | {"max_tokens": self._max_tokens(request, len(ids))}
-            need = self._per_token * (len(ids) + options["max_tokens"])
+            beside = [] if options.get("plain") else self._possible
+            need = cache_bytes(self.engine, beside, len(ids) + options["max_tokens"])
             if self._cache_bytes is not None and need > self._cache_bytes:
                 raise RefusalError(
                     400,
@@ -147,7 +189,8 @@ class Intake:
                     code="out_of_memory",
                     param="max_tokens",
                 )
-            made += [Order(ids, options, k, _top_logprobs(request), need) for k in range(n)]
+            top = _top_logprobs(request)
+            made += [Order(ids, options, k, top, need, calls) for k in range(n)]
         return made
 
     def _check(self, request: Request) -> None:
@@ -169,6 +212,8 @@ class Intake:
         if isinstance(request, ChatRequest):
             if len(request.messages) > limits.messages:
                 raise _too_many("messages", "messages", limits.messages)
+            if len(request.tools or []) > limits.tools:
+                raise _too_many("tools", "tools", limits.tools)
             if request.top_logprobs and not request.logprobs:
                 raise RefusalError(
                     400,
@@ -253,10 +298,68 @@ class Intake:
         }
         return {name: value for name, value in given.items() if value is not None}
 
-    def _encode(self, prompt: Any) -> list[int]:
+    def _calls(self, request: ChatRequest) -> Calls | None:
+        """What a chat may call, and must."""
+        choice, tools = request.tool_choice, request.tools
+        if tools is None:
+            for param in ("tool_choice", "parallel_tool_calls"):
+                if getattr(request, param) is not None and choice != "none":
+                    raise _refused(f"'{param}' needs 'tools'.", param)
+            return None
+        parameters = functions([tool.model_dump() for tool in tools])
+        if len(parameters) < len(tools):
+            raise _refused("Two of the tools have the same name.", "tools")
+        if choice == "none":
+            return None
+        if isinstance(choice, NamedTool):
+            name = choice.function.name
+            if name not in parameters:
+                raise _refused(f"There is no tool '{name}' among the tools.", "tool_choice")
+            parameters = {name: parameters[name]}
+        words = self.engine.tokenizer
+        spelling = None if words is None else spelling_of(words)
+        if spelling is None:
+            raise RefusalError(
+                400,
+                "This model's chat template names no tools, or spells calls in a way that is not "
+                "known here; leave 'tools' out, or serve another model.",
+                code="unsupported_parameter",
+                param="tools",
+            )
+        if isinstance(request.response_format, JsonObjectFormat | JsonSchemaFormat):
+            raise RefusalError(
+                400,
+                "'response_format' together with 'tools' is not supported; leave one of them out, "
+                "or set 'tool_choice' to \"none\".",
+                code="unsupported_parameter",
+                param="response_format",
+            )
+        required = choice is not None and choice != "auto"
+        several = request.parallel_tool_calls is not False and not isinstance(choice, NamedTool)
+        return Calls(spelling, parameters, required, several)
+
+    def _grammar(self, request: Request, calls: Calls | None) -> dict[str, Any]:
+        """The option of that name, compiled here, where nobody else waits for it."""
+        wanted = request.response_format if isinstance(request, ChatRequest) else None
+        param = "response_format" if calls is None else "tools"
+        try:
+            if calls is not None:
+                grammar = calls.grammar()
+            elif isinstance(wanted, JsonObjectFormat):
+                grammar = Grammar.json_object()
+            elif isinstance(wanted, JsonSchemaFormat):
+                grammar = Grammar.json_schema(wanted.json_schema.json_schema)
+            else:
+                return {}
+            self.engine.grammars.compile(grammar)
+        except UsageError as error:
+            raise _refused(str(error), param) from error
+        return {"grammar": grammar}
+
+    def _encode(self, prompt: Any, tools: list[dict[str, Any]]) -> list[int]:
         try:
             with self._tokenizing:
-                ids = self.engine.encode(prompt)
+                ids = self.engine.encode(prompt, tools)
         except PromptError as error:
             raise RefusalError(400, str(error), code="invalid_prompt", param="prompt") from error
         context = self.engine.model.context_length
@@ -319,6 +422,10 @@ def _token_ids(biases: dict[str, float]) -> dict[int, float]:
             code="invalid_value",
             param="logit_bias",
         ) from error
+
+
+def _refused(message: str, param: str) -> RefusalError:
+    return RefusalError(400, message, code="invalid_value", param=param)
 
 
 def _too_many(param: str, what: str, most: int) -> RefusalError:

@@ -12,6 +12,7 @@ from threading import Condition, Thread
 from time import monotonic
 
 from outrider.core.chooser import SeededChooser
+from outrider.core.trace import Round
 from outrider.engine.batch import Batch, Step
 from outrider.engine.engine import Engine
 from outrider.engine.generation import Generation, Output, Piece
@@ -28,9 +29,10 @@ __all__ = ["Done", "Event", "Failed", "Job", "Scheduler", "Tokens"]
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """What one round emitted."""
+    """What one round emitted, and its record."""
 
     pieces: list[Piece]
+    round: Round
     logprobs: list[TokenLogprobs] | None = None
 
 
@@ -330,7 +332,7 @@ class Scheduler:
             pairs = zip(rows, step.pieces, strict=True)
             logprobs = [token_logprobs(row, piece.token_id, top) for row, piece in pairs]
         if not ticket.job.gone:
-            ticket.tell(Tokens(step.pieces, logprobs))
+            ticket.tell(Tokens(step.pieces, generation.trace.rounds[-1], logprobs))
         if step.finished:
             output = generation.output
             self.metrics.finished(output.trace, output.finish_reason)

@@ -6,11 +6,23 @@ neutral value alone, so that none is ignored. Extensions have the names that vLL
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-__all__ = ["ChatRequest", "CompletionRequest", "Request", "Speculation", "StreamOptions"]
+__all__ = [
+    "ChatRequest",
+    "CompletionRequest",
+    "JsonObjectFormat",
+    "JsonSchemaFormat",
+    "Message",
+    "NamedTool",
+    "Request",
+    "Speculation",
+    "StreamOptions",
+    "Tool",
+]
 
 _INT64 = 2**63
 
@@ -68,27 +80,121 @@ class _TextPart(_Strict):
     text: str
 
 
+class _CalledFunction(_Strict):
+    name: str
+    arguments: str
+
+
+class _ToolCall(_Strict):
+    id: str
+    type: Literal["function"]
+    function: _CalledFunction
+
+    def plain(self) -> dict[str, Any]:
+        """As chat templates know it: with the arguments as an object."""
+        arguments = json.loads(self.function.arguments)
+        if not isinstance(arguments, dict):
+            raise ValueError("the arguments of a call are a JSON object, as text")
+        called = {"name": self.function.name, "arguments": arguments}
+        return {"id": self.id, "type": self.type, "function": called}
+
+
 class Message(_Strict):
     """One turn. An answer of this server may be sent back as it came."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[_TextPart]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[_TextPart] | None
+    tool_calls: list[_ToolCall] | None = None
+    tool_call_id: str | None = None
     refusal: None = None
-    tool_calls: None = None
     function_call: None = None
     annotations: None = None
     audio: None = None
 
-    def plain(self) -> dict[str, str]:
+    @model_validator(mode="before")
+    @classmethod
+    def _content_of_a_call(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("tool_calls"):
+            return {"content": None, **given}
+        return given
+
+    @model_validator(mode="after")
+    def _parts_that_belong_together(self) -> Message:
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("only an assistant's message has 'tool_calls'")
+        if self.content is None and not self.tool_calls:
+            raise ValueError("'content' is missing")
+        if (self.role == "tool") != (self.tool_call_id is not None):
+            raise ValueError("a message of the role 'tool', and no other, has a 'tool_call_id'")
+        for call in self.tool_calls or []:
+            call.plain()
+        return self
+
+    def plain(self) -> dict[str, Any]:
         """As chat templates know it."""
         role = "system" if self.role == "developer" else self.role
-        parts = self.content
+        parts = self.content or ""
         text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
-        return {"role": role, "content": text}
+        told: dict[str, Any] = {"role": role, "content": text}
+        if self.tool_calls:
+            told["tool_calls"] = [call.plain() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            told["tool_call_id"] = self.tool_call_id
+        return told
 
 
 class _TextFormat(_Strict):
     type: Literal["text"]
+
+
+class JsonObjectFormat(_Strict):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class _NamedSchema(_Strict):
+    name: str
+    description: str | None = None
+    json_schema: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(_Strict):
+    """A JSON text by a schema; it is kept to with ``strict`` and without."""
+
+    type: Literal["json_schema"]
+    json_schema: _NamedSchema
+
+
+ResponseFormat = Annotated[
+    _TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")
+]
+
+
+class _Function(_Strict):
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(_Strict):
+    """A function that the model may call; its schema is kept to with ``strict`` and without."""
+
+    type: Literal["function"]
+    function: _Function
+
+
+class _FunctionName(_Strict):
+    name: str
+
+
+class NamedTool(_Strict):
+    """The one function to call."""
+
+    type: Literal["function"]
+    function: _FunctionName
 
 
 class ChatRequest(Request):
@@ -98,6 +204,10 @@ class ChatRequest(Request):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Top | None = None
+    response_format: ResponseFormat | None = None
+    tools: Annotated[list[Tool], Field(min_length=1)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     # Not supported:
     audio: None = None
     function_call: None = None
@@ -105,18 +215,14 @@ class ChatRequest(Request):
     metadata: None = None
     modalities: list[Literal["text"]] | None = None
     moderation: None = None
-    parallel_tool_calls: None = None
     prediction: None = None
     prompt_cache_key: None = None
     prompt_cache_options: None = None
     prompt_cache_retention: None = None
     reasoning_effort: None = None
-    response_format: _TextFormat | None = None
     safety_identifier: None = None
     service_tier: Literal["auto", "default"] | None = None
     store: Literal[False] | None = None
-    tool_choice: None = None
-    tools: None = None
     verbosity: None = None
     web_search_options: None = None
 

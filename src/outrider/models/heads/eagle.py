@@ -194,6 +194,11 @@ class TorchHead:
         """An empty cache."""
         return _HeadCache(self.module.config)
 
+    def cache_bytes(self, tokens: int) -> int:
+        """Memory for the keys and values of so many tokens, and for the copy when one is added."""
+        c, (weight, *_) = self.module.config, self.module.parameters()
+        return 2 * 2 * c.kv_heads * c.head_dim * tokens * weight.dtype.itemsize
+
     @torch.inference_mode()
     def feed(
         self, cache: _HeadCache, tokens: Sequence[int], hidden: Float[Tensor, "n widths"]

@@ -203,6 +203,18 @@ class DeviceModel:
         weakref.finalize(cache, self._free.append, room).atexit = False
         return cache
 
+    def cache_bytes(self, tokens: int) -> int:
+        """Memory for a cache of so many tokens, which is taken at once."""
+        return self._shape(tokens).numel() * self.weights.norm.dtype.itemsize
+
+    def _shape(self, capacity: int) -> torch.Size:
+        # In a few sizes, so that one room serves many sequences.
+        needed = _whole_steps(capacity + MAX_ROWS)
+        longest = _whole_steps(self.context_length + MAX_ROWS)
+        size = max(needed, min(_doubled(needed), longest))
+        a = self.architecture
+        return torch.Size((a.layers, 2, a.kv_heads, size + 1, a.head_dim))
+
     def _room(self, capacity: int) -> Room:
         needed = _whole_steps(capacity + MAX_ROWS)
         free = [room for room in self._free if room.size >= needed]
@@ -212,12 +224,8 @@ class DeviceModel:
             # Masked values are weighted with zero, which does not help if they are no numbers.
             room.kept.zero_()
             return room
-        # In a few sizes, so that one room serves many sequences.
-        longest = _whole_steps(self.context_length + MAX_ROWS)
-        size = max(needed, min(_doubled(needed), longest))
-        a, dtype = self.architecture, self.weights.norm.dtype
-        shape = (a.layers, 2, a.kv_heads, size + 1, a.head_dim)
-        size_bytes = torch.Size(shape).numel() * dtype.itemsize
+        shape, dtype = self._shape(capacity), self.weights.norm.dtype
+        size_bytes = self.cache_bytes(capacity)
         if size_bytes > free_bytes(self.device):
             self._free.clear()
         if size_bytes > (left := free_bytes(self.device)):

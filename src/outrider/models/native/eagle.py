@@ -87,6 +87,10 @@ class NativeHead:
         """An empty cache for the head's one layer."""
         return NativeCache(self._shape, capacity, Hidden((), 0))
 
+    def cache_bytes(self, tokens: int) -> int:
+        """Memory for the keys and values of so many tokens."""
+        return self._shape.bytes(tokens)
+
     def feed(
         self, cache: NativeCache, tokens: Sequence[int], hidden: Float[Tensor, "n widths"]
     ) -> tuple[Float[Tensor, " draft_vocab"], Float[Tensor, " d"]]:

@@ -97,6 +97,10 @@ class NativeModel:
         check_taps(taps, self.layers, self.name)
         return NativeCache(self.shape, capacity, Hidden(taps, self.hidden_size))
 
+    def cache_bytes(self, tokens: int) -> int:
+        """Memory for the keys and values of so many tokens."""
+        return self.shape.bytes(tokens)
+
     def make_head(self, module: EagleModule | MedusaModule) -> Head | ParallelHeads:
         """A draft head on this model's hidden states."""
         from outrider.models.native.eagle import NativeHead  # which are built on this module

@@ -1,0 +1,92 @@
+"""The API against its own description: whatever is sent, an answer is one that is described."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from outrider import Engine
+from outrider.models.tokenizer import HFTokenizer
+from outrider.models.toy import ToyModel
+from outrider.serve.app import Service, create_app
+from outrider.serve.limits import Limits
+from tests.tokenizers_for_tests import new_byte_level
+
+pytest.importorskip("schemathesis", reason="schemathesis is not installed")
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis.errors import Unsatisfiable
+from schemathesis import openapi
+from schemathesis.generation import GenerationMode
+from schemathesis.specs.openapi.checks import positive_data_acceptance
+
+EXAMPLES = 60
+"""For each path; the same ones in every run."""
+
+GENERATES = ("/v1/chat/completions", "/v1/completions")
+PATHS = (*GENERATES, "/v1/models", "/v1/models/{name}", "/health", "/ready", "/metrics", "/")
+NAME = "m"
+
+
+@pytest.fixture(scope="module")
+def service():
+    """A toy that reads any text, with a chat template: what is fuzzed is the server."""
+    words = new_byte_level()
+    engine = Engine(ToyModel.random(len(words), 1), HFTokenizer(words), drafter="ngram")
+    limits = Limits(max_tokens=8, body_bytes=20_000, sequences=4, messages=8)
+    made = Service(engine, NAME, limits=limits, cache_bytes=10**9)
+    yield made  # it is started with the app, at the first request
+    assert made.scheduler.idle
+    assert made.scheduler.failure is None
+    made.scheduler.stop()
+
+
+def of_our_model(context: Any, body: Any) -> Any:
+    """Most bodies name the model, or none would come further than that."""
+    if isinstance(body, dict) and isinstance(name := body.get("model"), str) and len(name) < 5:
+        body["model"] = NAME
+    return body
+
+
+@pytest.fixture(scope="module")
+def api(service):
+    made = openapi.from_asgi("/openapi.json", create_app(service))
+    made.hook("map_body")(of_our_model)
+    return made
+
+
+@pytest.mark.parametrize("mode", GenerationMode, ids=lambda mode: mode.value)
+@pytest.mark.parametrize("path", PATHS)
+def test_every_answer_is_as_described(api, path, mode):
+    method = "POST" if path in GENERATES else "GET"
+    operation = api[path][method]
+    described = operation.definition.raw["responses"]
+
+    @settings(
+        max_examples=EXAMPLES if path in GENERATES else 5,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(operation.as_strategy(generation_mode=mode))
+    def check(case: Any) -> None:
+        # What is refused beyond the description are limits, and names of models and drafters.
+        response = case.call_and_validate(excluded_checks=[positive_data_acceptance])
+        assert response.status_code < 500
+        assert str(response.status_code) in described, response.content
+
+    try:
+        check()
+    except Unsatisfiable:
+        assert mode is GenerationMode.NEGATIVE  # nothing can be wrong where nothing is asked for
+
+
+def test_what_is_fuzzed_is_answered_too(service):
+    """Else the above might see refusals alone."""
+    counted = service.metrics.registry.get_sample_value
+    for path in GENERATES:
+        for status in ("200", "400"):
+            labels = {"path": path, "status": status}
+            assert (counted("outrider_requests_total", labels) or 0) >= 3, labels
