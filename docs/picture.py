@@ -2,6 +2,7 @@
 
 .venv/bin/python -m docs.picture run     docs/run.svg, the README's: a run, token by token
 .venv/bin/python -m docs.picture page    docs/page.png: the server's page in Chromium
+.venv/bin/python -m docs.picture bench   docs/bench.png: the page of `outrider bench`, likewise
 """
 
 from __future__ import annotations
@@ -43,9 +44,7 @@ def run() -> None:
 
 def page() -> None:
     """Ask the page's first example, with the comparison, and keep what the browser shows."""
-    program = find_chromium()
-    if program is None:
-        sys.exit("The page's picture needs Chromium, and none is installed.")
+    program = _chromium()
     command = [sys.executable, "-m", "outrider.cli.main", "serve", "--port", "0", "--json"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert server.stdout is not None
@@ -65,5 +64,24 @@ def page() -> None:
         server.wait()
 
 
+def bench() -> None:
+    """Measure a few prompts of each kind, and keep the upper part of the page."""
+    program = _chromium()
+    with tempfile.TemporaryDirectory() as folder:
+        made, profile = Path(folder) / "bench.html", Path(folder) / "profile"
+        asked = ["bench", "-d", "auto", "-d", "ngram", "--limit", "3", "-n", "96", "--html", made]
+        subprocess.run([sys.executable, "-m", "outrider.cli.main", *asked], check=True)
+        with Browser(program, profile) as browser:
+            tab = browser.open(made, width=1200, height=1500)
+            tab.screenshot(FOLDER / "bench.png", whole=False)
+
+
+def _chromium() -> str:
+    program = find_chromium()
+    if program is None:
+        sys.exit("This picture needs Chromium, and none is installed.")
+    return program
+
+
 if __name__ == "__main__":
-    {"run": run, "page": page}[sys.argv[1]]()
+    {"run": run, "page": page, "bench": bench}[sys.argv[1]]()

@@ -25,6 +25,8 @@ __all__ = [
 _TRIES = 3
 """How often a job is begun whose worker dies."""
 
+_PATIENCE_S = 5.0
+
 _STORE_BYTES = 200_000_000
 """Of a cluster of this machine: what is sent is token ids."""
 
@@ -148,13 +150,14 @@ def connected(address: str = "auto") -> Iterator[list[dict[str, float]]]:
     if not joined:
         own: dict[str, Any] = {"include_dashboard": False, "object_store_memory": _STORE_BYTES}
         try:
+            _check_reachable(address)
             ray.init(
                 address=address,
                 log_to_driver=False,
                 logging_level=logging.ERROR,
                 **(own if address == "local" else {}),
             )
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             raise ModelError(
                 f"There is no Ray cluster at '{address}': {str(error).splitlines()[0]}",
                 hint="Start one (ray start --head), or use --ray-address local.",
@@ -165,6 +168,13 @@ def connected(address: str = "auto") -> Iterator[list[dict[str, float]]]:
     finally:
         if not joined:
             ray.shutdown()
+
+
+def _check_reachable(address: str) -> None:
+    """Ask for a head node's port first: Ray itself tries for minutes."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal() and "/" not in host:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_PATIENCE_S).close()
 
 
 def _nodes() -> list[dict[str, Any]]:

@@ -109,24 +109,24 @@ def _load(wire: Line, source: str, kind: str, name: str, dtype: str) -> HFModel:
     count = dist.get_world_size()
     with loading(located):
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-        _check_heads(config.get_text_config(decoder=True), name, count)
+        _check_plan(config.get_text_config(decoder=True), name, count)
         module = whole_module(
             source,
             dtype=getattr(torch, dtype.removeprefix("torch.")),
             use_safetensors=True,
             distributed_config=DistributedConfig(tp_size=count),
         )
-    if not module.supports_tp_plan:
-        raise UnsupportedError(
-            f"transformers has no plan to spread {type(module).__name__} over processes.",
-            hint="Use a model of another family, or one process.",
-        )
     model = HFModel(module, name=name)
     model.keep_numbers(lambda whole: _agreed_step(wire, whole))
     return model
 
 
-def _check_heads(config: Any, name: str, count: int) -> None:
+def _check_plan(config: Any, name: str, count: int) -> None:
+    if not config.base_model_tp_plan:
+        raise UnsupportedError(
+            f"transformers has no plan to spread '{name}' ({config.model_type}) over processes.",
+            hint="Use a model of another family, or one process.",
+        )
     heads = config.num_attention_heads
     keys = getattr(config, "num_key_value_heads", None) or heads
     if heads % count or keys % count:

@@ -87,7 +87,7 @@ def of_error(error: Exception) -> RefusalError:
     return RefusalError(500, f"The server failed: {type(error).__name__}.", code="internal_error")
 
 
-_FORM = re.compile(r"str|int|float|bool|[A-Z_]\w*|\w+\[.*\]")
+_FORM = re.compile(r"str|int|float|bool|[A-Z_]\w*|[\w-]+\[.*\]")
 """Pydantic names the form of a value that it tried, beside where the value is."""
 
 

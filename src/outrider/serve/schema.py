@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 __all__ = [
     "ChatRequest",
@@ -31,6 +31,23 @@ Count = Annotated[int, Field(ge=1)]
 Top = Annotated[int, Field(ge=0, le=20)]
 
 
+def _is_bool(value: object) -> object:
+    """A literal takes what is equal to it too, 0.0 for one."""
+    if not isinstance(value, bool):
+        raise ValueError("false was expected")
+    return value
+
+
+def _is_number(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("1 was expected")
+    return value
+
+
+Off = Annotated[Literal[False], BeforeValidator(_is_bool)]
+One = Annotated[Literal[1], BeforeValidator(_is_number)]
+
+
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -47,7 +64,7 @@ class StreamOptions(_Strict):
     """``include_usage``: one more chunk at the end, with the counts."""
 
     include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: Off | None = None
 
 
 class Request(_Strict):
@@ -71,7 +88,7 @@ class Request(_Strict):
     logit_bias: dict[str, float] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    speculation: Speculation | Literal[False] | None = None
+    speculation: Speculation | Off | None = None
     user: Annotated[str, Field(max_length=256)] | None = None
 
 
@@ -222,7 +239,7 @@ class ChatRequest(Request):
     reasoning_effort: None = None
     safety_identifier: None = None
     service_tier: Literal["auto", "default"] | None = None
-    store: Literal[False] | None = None
+    store: Off | None = None
     verbosity: None = None
     web_search_options: None = None
 
@@ -233,8 +250,8 @@ class CompletionRequest(Request):
     prompt: str | list[int] | list[str] | list[list[int]]
     logprobs: Top | None = None
     # Not supported:
-    best_of: Literal[1] | None = None
-    echo: Literal[False] | None = None
+    best_of: One | None = None
+    echo: Off | None = None
     suffix: None = None
 
     def prompts(self) -> list[Any]:
