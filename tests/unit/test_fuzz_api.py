@@ -43,8 +43,8 @@ def service():
 
 
 def of_our_model(context: Any, body: Any) -> Any:
-    """Most bodies name the model, or none would come further than that."""
-    if isinstance(body, dict) and isinstance(name := body.get("model"), str) and len(name) < 5:
+    """Bodies name the model, or none would come further than that."""
+    if isinstance(body, dict) and isinstance(body.get("model"), str):
         body["model"] = NAME
     return body
 
@@ -59,8 +59,14 @@ def api(service):
 def _within_limits(body: dict[str, Any]) -> dict[str, Any]:
     """Every other body without most of what is optional: values that are described may be too
     large, and too many at once are refused for one of them."""
-    few = ("model", "messages", "prompt", "stream", "seed", "logprobs", "user", "ignore_eos")
-    return {name: body[name] for name in few if name in body} if len(body) % 2 else body
+    if len(body) % 2:
+        return body
+    few = ("model", "messages", "prompt", "stream", "user", "ignore_eos")
+    kept = {name: body[name] for name in few if name in body}
+    if "messages" in kept:  # which have rules that no schema tells
+        said = [str(message.get("content"))[:50] for message in kept["messages"][:8]]
+        kept["messages"] = [{"role": "user", "content": text} for text in said]
+    return kept
 
 
 @pytest.mark.parametrize("mode", GenerationMode, ids=lambda mode: mode.value)

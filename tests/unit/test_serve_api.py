@@ -495,6 +495,7 @@ def test_the_log_is_json_and_holds_no_text(client):
     try:
         logs.to_stderr(stream)
         ask(client, prompt="cafe" * 4, user="me")
+        loggers[0].handlers[0].close()  # until it is written
     finally:
         for logger, (handlers, propagate, level) in zip(loggers, before, strict=True):
             logger.handlers, logger.propagate = handlers, propagate

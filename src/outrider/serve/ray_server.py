@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -62,6 +63,7 @@ def run(
     with connected(cluster) as nodes, _signals(stop or Event()) as stopped:
         plan = replace(plan, share=share_of(nodes, scale.most, plan.load.get("device")))
         log("deploying", replicas=scale.most, cpus=plan.share.cpus, gpus=plan.share.gpus)
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)  # the log here is ours, in JSON
         alone = not serve.status().proxies
         try:
             serve.start(http_options={"host": host, "port": port})
