@@ -193,11 +193,15 @@ class TestAvailable:
         free = psutil.virtual_memory()._replace(available=8 * 10**9)
         monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
         monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+        monkeypatch.setattr(memory, "_OWN_CGROUP", tmp_path / "own")
+        (tmp_path / "own").write_text("0::/system.slice/outrider.service\n")
 
-        def limit(most: str, used: int, files: int = 0) -> None:
-            (tmp_path / "memory.max").write_text(f"{most}\n")
-            (tmp_path / "memory.current").write_text(f"{used}\n")
-            (tmp_path / "memory.stat").write_text(f"anon {used - files}\ninactive_file {files}\n")
+        def limit(most: str, used: int, files: int = 0, group: str = "") -> None:
+            folder = tmp_path / group
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "memory.max").write_text(f"{most}\n")
+            (folder / "memory.current").write_text(f"{used}\n")
+            (folder / "memory.stat").write_text(f"anon {used - files}\ninactive_file {files}\n")
 
         return limit
 
@@ -219,6 +223,22 @@ class TestAvailable:
     def test_files_that_were_read_can_be_dropped(self, machine):
         machine(str(4 * 10**9), 4 * 10**9 - 1, files=3 * 10**9)
         assert available_bytes() == 3 * 10**9 + 1
+
+    @pytest.mark.parametrize("group", ["system.slice", "system.slice/outrider.service"])
+    def test_a_service_has_a_limit_of_its_own(self, machine, group):
+        machine("max", 10**9)
+        machine(str(2 * 10**9), 10**9, group=group)
+        assert available_bytes() == 10**9
+
+    def test_limits_of_other_groups_are_not_ours(self, machine):
+        machine("1000", 100, group="user.slice")
+        assert available_bytes() == 8 * 10**9
+
+    @pytest.mark.parametrize("line", ["", "12:memory:/x", "0::/", "0::/../.."])
+    def test_no_group_of_our_own(self, machine, tmp_path, line):
+        (tmp_path / "own").write_text(line)
+        machine(str(3 * 10**9), 10**9)
+        assert available_bytes() == 2 * 10**9
 
     def test_group_over_its_limit(self, machine):
         machine("1000", 2000)

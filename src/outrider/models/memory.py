@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ _OVERHEAD = 1.2
 """Activations, caches and what loading itself takes, as a factor on the weights."""
 
 _CGROUP = Path("/sys/fs/cgroup")
+_OWN_CGROUP = Path("/proc/self/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,17 +96,32 @@ def _facts_at(kind: str, path: Path, times: tuple[int, ...]) -> Facts:
 
 
 def available_bytes() -> int:
-    """Memory that can still be taken: the machine's, or the container's if that is less."""
-    free = int(psutil.virtual_memory().available)
+    """Memory that can still be taken: the machine's, or the container's or service's if that is
+    less."""
+    free = min([psutil.virtual_memory().available, *map(_left_in, _control_groups())])
+    return int(free)
+
+
+def _control_groups() -> list[Path]:
+    """The folders of the groups that this process is in."""
     try:
-        limit = int((_CGROUP / "memory.max").read_text())
-        used = int((_CGROUP / "memory.current").read_text())
-        pages = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+        lines = _OWN_CGROUP.read_text().splitlines()
+    except OSError:
+        lines = []
+    own = next((line[len("0::/") :] for line in lines if line.startswith("0::/")), "")
+    inner = [_CGROUP / own, *(_CGROUP / own).parents] if own else [_CGROUP]
+    return [folder for folder in inner if folder.is_relative_to(_CGROUP)]
+
+
+def _left_in(group: Path) -> float:
+    try:
+        limit = int((group / "memory.max").read_text())
+        used = int((group / "memory.current").read_text())
+        pages = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         # Files that were read count as used, though the kernel drops them when asked for room.
-        free = min(free, max(0, limit - used + int(pages["inactive_file"])))
+        return max(0, limit - used + int(pages["inactive_file"]))
     except (OSError, ValueError):  # no such file, or "max"
-        pass
-    return free
+        return math.inf
 
 
 def free_bytes(device: str | torch.device) -> int:
