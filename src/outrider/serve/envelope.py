@@ -117,7 +117,8 @@ class Envelope:
                 span.end(request_id, status, noted)
             if path.startswith("/v1/"):
                 self._metrics.request_seconds.observe(seconds)
-            quiet = status < 400 and path in (*_OPEN, "/metrics")
+            watched = path in (*_OPEN, "/metrics") or page.asks_for_it(scope["path"], headers)
+            quiet = status < 400 and watched
             log(
                 "request",
                 level=logging.DEBUG if quiet else logging.ERROR if error else logging.INFO,
