@@ -162,7 +162,7 @@ class TestRecords:
         monkeypatch.setattr(
             type(engine.tokenizer),
             "encode_messages",
-            lambda self, messages: asked.append(messages) or [0, 1],
+            lambda self, messages, tools=(): asked.append(messages) or [0, 1],
             raising=False,
         )
         assert bench(engine).ids == [[0, 1]] * 4
