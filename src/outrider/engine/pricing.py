@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from statistics import median
 from time import perf_counter
 
 from outrider.core.distribution import Distribution
@@ -29,7 +28,9 @@ _LEAST_S = 1e-3
 
 
 def measure_rows(model: Model) -> Price:
-    """The price of rows: medians of a few passes of each kind, in turns, on a cache of their own.
+    """The price of rows: the least of a few passes of each kind, in turns, on a cache of their own.
+
+    What else runs on the machine only adds to a time, and with few turns a median may be of those.
 
     Nominal where a pass takes no time to speak of, or where the model scores no blocks.
     """
@@ -62,7 +63,7 @@ def _step_seconds(model: Model, drafter: Drafter) -> float:
         started = perf_counter()
         session.propose(text[:n], 1, _SIMPLE)
         times.append(perf_counter() - started)
-    return median(times[1:])  # the first one feeds the whole text
+    return min(times[1:])  # the first one feeds the whole text
 
 
 def _best(q: Distribution, *where: int) -> tuple[int, None]:
@@ -90,4 +91,4 @@ def _seconds(model: Model, rows: tuple[int, ...]) -> dict[int, float]:
             cache.rollback(_CONTEXT)
         if perf_counter() - began > _LONGEST_S and turn:
             break
-    return {n: median(times) for n, times in found.items()}
+    return {n: min(times) for n, times in found.items()}
