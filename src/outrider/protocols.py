@@ -347,6 +347,9 @@ class Pick:
         the draft's next best still have their probabilities. ``None`` if it is the same.
     pacing
         Who decides how much of a draft is worth its time; ``None`` takes all.
+    among
+        Like ``distribution``, where a few tokens, ids ascending, with their logits, are all that
+        could come: cheaper. ``None`` if there is no such way.
     shares_noise
         Whether ``choose`` and ``siblings`` tell what the target would draw if its law were q, on
         the very noise of its draw: a guess like any other, that may be dropped.
@@ -357,6 +360,9 @@ class Pick:
     siblings: Callable[[Distribution, int, int, int, bool], list[tuple[int, Distribution | None]]]
     ranking: Callable[[Float[Tensor, " V"], Sequence[int]], Distribution] | None = None
     pacing: Pacing | None = None
+    among: (
+        Callable[[Int64[Tensor, " n"], Float[Tensor, " n"], Sequence[int]], Distribution] | None
+    ) = None
     shares_noise: bool = False
 
     def asks(self, source: str) -> bool:

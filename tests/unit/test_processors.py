@@ -447,3 +447,28 @@ def test_a_bias_beyond_the_vocabulary_is_refused_when_the_vocabulary_is_known():
 def test_values_come_back_by_name():
     values = Sampling(temperature=0.5, top_k=3).to_dict()
     assert Sampling(**values) == Sampling(temperature=0.5, top_k=3)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.6, "top_k": 5, "top_p": 0.8, "min_p": 0.02},
+        {"temperature": 0.9, "top_p": 0.7, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
+        {"temperature": 1.0, "logit_bias": {7: 3.0}, "min_tokens": 4},
+        {"temperature": 0.0},
+    ],
+)
+def test_a_law_among_a_few_tokens_is_that_of_all_where_the_others_cannot_come(values):
+    law = Sampling(**values).law(frozenset([9]), 40)
+    rng = torch.Generator().manual_seed(1)
+    for length in (3, 20):
+        context = Context([1, 7, *range(length)], 1)
+        ids = torch.randperm(40, generator=rng)[:12].sort().values
+        logits = 3 * torch.randn(12, generator=rng)
+        wide = torch.full((40,), -torch.inf)
+        wide[ids] = logits
+        found, wanted = law.among(context, ids, logits, 40), law(context, wide)
+        assert found.ids.tolist() == wanted.ids.tolist()
+        np.testing.assert_allclose(found.probs, wanted.probs, rtol=1e-12)
+        assert found.vocab_size == 40

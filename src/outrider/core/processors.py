@@ -15,7 +15,7 @@ from numbers import Integral
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from outrider.core.distribution import Distribution
@@ -184,7 +184,8 @@ class Sampling:
         terms = self.presence_penalty, self.frequency_penalty, *(self.logit_bias or {}).values()
         near = all(1 / _NEAR <= f <= _NEAR for f in factors) and all(abs(t) <= _NEAR for t in terms)
         chain = self.processors(end_ids, vocab_size)
-        return Law(chain, greedy=self.greedy, wide=not near, mask=mask)
+        of_ids = self.logit_bias or self.repetition_penalty != 1.0 or self.min_tokens or any(terms)
+        return Law(chain, greedy=self.greedy, wide=not near, mask=mask, by_score=not of_ids)
 
     def to_dict(self) -> dict[str, object]:
         """The values by name, for records."""
@@ -214,6 +215,8 @@ class Law:
         Whether to compute in float64, since the processors could outgrow float32.
     mask
         Applied before all others: tokens that a grammar forbids get minus infinity.
+    by_score
+        Whether the processors look at scores alone, not at which token has them.
     """
 
     def __init__(
@@ -223,11 +226,13 @@ class Law:
         greedy: bool = False,
         wide: bool = False,
         mask: Processor | None = None,
+        by_score: bool = False,
     ) -> None:
         self.processors = tuple(processors)
         self.greedy = greedy
         self.wide = wide
         self.mask = mask
+        self.by_score = by_score and mask is None
 
     def without_choice(self) -> Law:
         """The same law before the best token takes all."""
@@ -242,6 +247,20 @@ class Law:
         if self.mask is not None and not torch.isfinite(self.mask(context, logits)).any():
             return Law(self.processors, greedy=self.greedy, wide=self.wide)(context, logits)
         return self(context, logits)
+
+    def among(
+        self, context: Context, ids: Int64[Tensor, " n"], logits: Float[Tensor, " n"], size: int
+    ) -> Distribution:
+        """q at one position where a few of ``size`` tokens are all that could come.
+
+        ``ids`` ascend.
+        """
+        if self.by_score:
+            found = self(context, logits)
+            return Distribution(ids.numpy(force=True)[found.ids], found.probs, size)
+        all_logits = logits.new_full((size,), -math.inf)
+        all_logits[ids] = logits
+        return self.of_draft(context, all_logits)
 
     def __call__(self, context: Context, logits: Float[Tensor, " V"]) -> Distribution:
         """p at one position.

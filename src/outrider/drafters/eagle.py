@@ -7,7 +7,7 @@ from math import inf, log
 from typing import TypeVar
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float
 from torch import Tensor
 
 from outrider.core.distribution import Distribution
@@ -245,18 +245,18 @@ class _EagleSession:
         A few likely tokens are enough to draw among: what is drafted need not follow q's law
         where the rule keeps no draft for its law.
         """
-        few = row.topk(min(_FEW, len(row))).indices
-        q = pick.distribution(self._widen(row[few], few), path)
+        best = row.topk(min(_FEW, len(row)))
+        ids, order = self._head.ids[best.indices].sort()
+        assert pick.among is not None  # who shares noise has it
+        q = pick.among(ids, best.values[order], path)
         depth = len(path)
         found = [token for token, _ in pick.siblings(q, width, depth, depth, True)]
         return list(zip(found, of_siblings(q, found, foreseen=True), strict=True))
 
-    def _widen(
-        self, logits: Float[Tensor, " n"], few: Int64[Tensor, " n"] | None = None
-    ) -> Float[Tensor, " V"]:
-        """Over the target's vocabulary: all of the head's tokens, or a few of them."""
+    def _widen(self, logits: Float[Tensor, " Vd"]) -> Float[Tensor, " V"]:
+        """Over the target's vocabulary."""
         wide = logits.new_full((self._vocab,), -torch.inf)
-        wide[self._head.ids if few is None else self._head.ids[few]] = logits
+        wide[self._head.ids] = logits
         return wide
 
 

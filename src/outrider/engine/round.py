@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from outrider.core.chooser import Chooser
@@ -136,6 +136,12 @@ def _pick(s: Session) -> Pick:
         context = Context([*s.tokens, *path], s.prompt_length)
         return s.law.of_draft(context, _widen(logits, s.model.vocab_size))
 
+    def pick_among(
+        ids: Int64[Tensor, " n"], logits: Float[Tensor, " n"], path: Sequence[int]
+    ) -> Distribution:
+        context = Context([*s.tokens, *path], s.prompt_length)
+        return s.law.among(context, ids, logits, s.model.vocab_size)
+
     def pick_token(q: Distribution, depth: int, node: int) -> tuple[int, Distribution | None]:
         return s.rule.draft(q, s.chooser, position + depth, s.round, node)
 
@@ -153,7 +159,7 @@ def _pick(s: Session) -> Pick:
     greedy = s.law.greedy and s.rule.name == "greedy"
     shares_noise = s.rule.invariant and not s.law.greedy
     ranking = rank if greedy else pick_law
-    return Pick(pick_law, pick_token, pick_siblings, ranking, s.pacing, shares_noise)
+    return Pick(pick_law, pick_token, pick_siblings, ranking, s.pacing, pick_among, shares_noise)
 
 
 def _widen(logits: Float[Tensor, " Vq"], vocab_size: int) -> Float[Tensor, " V"]:
