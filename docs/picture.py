@@ -69,7 +69,7 @@ def bench() -> None:
     program = _chromium()
     with tempfile.TemporaryDirectory() as folder:
         made, profile = Path(folder) / "bench.html", Path(folder) / "profile"
-        asked = ["bench", "-d", "auto", "-d", "ngram", "--limit", "3", "-n", "96", "--html", made]
+        asked = ["bench", "-d", "auto", "-d", "ngram", "--limit", "2", "-n", "64", "--html", made]
         subprocess.run([sys.executable, "-m", "outrider.cli.main", *asked], check=True)
         with Browser(program, profile) as browser:
             tab = browser.open(made, width=1200, height=1500)
