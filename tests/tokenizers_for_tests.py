@@ -158,7 +158,7 @@ class PieceTokenizer:
     def encode(self, text: str) -> list[int]:
         raise NotImplementedError
 
-    def encode_messages(self, messages: object) -> list[int]:
+    def encode_messages(self, messages: object, tools: object = ()) -> list[int]:
         raise NotImplementedError
 
     def decode(self, ids: Sequence[int]) -> str:
