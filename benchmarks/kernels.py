@@ -39,7 +39,7 @@ from benchmarks.conditions import (
     write_json,
 )
 from outrider.models.native.kernels import FRAME, LINEAR, MAX_ROWS
-from outrider.models.native.load import _arena
+from outrider.models.native.load import arena
 from outrider.models.native.team import team
 from outrider.models.native.vector import DOT, GROUPS, LANES, QUADS, ROWS
 from outrider.models.native.weights import INPUT_STEP, Kind, Linear, pack
@@ -93,6 +93,14 @@ def last_cache_bytes() -> int:
     return max((int(text[:-1]) * units[text[-1]] for text in texts), default=32 * 2**20)
 
 
+def _copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """In huge pages, where a model's weights lie too."""
+    out = arena({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()})
+    for name, tensor in tensors.items():
+        out[name].copy_(tensor)
+    return out
+
+
 # ---- ours ----------------------------------------------------------------------------------------
 
 
@@ -101,8 +109,7 @@ class Native:
 
     def __init__(self, linear: Linear, copies: int) -> None:
         parts = ("weight", "scales", "sums", "bias")
-        # In huge pages, where a model's weights lie too.
-        self._held = _arena({f"{i}.{p}": getattr(linear, p) for i in range(copies) for p in parts})
+        self._held = _copied({f"{i}.{p}": getattr(linear, p) for i in range(copies) for p in parts})
         inputs, outputs = linear.padded_inputs, linear.padded_outputs
         self.rows = torch.zeros(MAX_ROWS, inputs, dtype=_row_type(linear.kind))
         self.row_scales = torch.ones(MAX_ROWS, inputs // INPUT_STEP)
@@ -231,7 +238,7 @@ def _all(
 
 
 def _copies(weight: Tensor, copies: int) -> list[Tensor]:
-    return list(_arena({str(i): weight for i in range(copies)}).values())
+    return list(_copied({str(i): weight for i in range(copies)}).values())
 
 
 def matmul(dtype: torch.dtype) -> Callable[[int, int, int], Ready]:

@@ -304,7 +304,7 @@ def _read(folder: Path, kind: Kind) -> Packed:
     ).numpy()
     stored["windows"] = tuple(stored["windows"])
     a = Architecture(**stored)
-    state = _arena(folder / "weights.safetensors")
+    state = _read_into_arena(folder / "weights.safetensors")
     return Weights.from_state(state, a.layers, kind), a, hf.load_words(folder, folder), ends
 
 
@@ -314,33 +314,45 @@ def _config(a: Architecture, ends: list[int]) -> dict[str, Any]:
     return asdict(a) | {"inverse_frequencies": a.inverse_frequencies.tolist(), "end_tokens": ends}
 
 
-def _arena(file: Path) -> dict[str, Tensor]:
-    """A file's tensors in one stretch of huge pages: with small ones, a pass over a model's
+def arena(kinds: Mapping[str, tuple[torch.dtype, torch.Size]]) -> dict[str, Tensor]:
+    """Zeroed tensors in one stretch of huge pages: with small ones, a pass over a model's
     weights spends a good part of its time on looking pages up.
 
-    The file is mapped, and what was read of it stays in memory until it is closed; so it is opened
-    anew every now and then, or all of it would be there twice.
+    ``kinds`` names them with their types and shapes.
     """
-    with safe_open(file, "pt") as tensors:
-        likes = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
-        kinds = {name: (like.dtype, like.shape, like.nbytes) for name, like in likes.items()}
-        del likes  # not a byte of them was looked at
+    sizes = {name: dtype.itemsize * shape.numel() for name, (dtype, shape) in kinds.items()}
     offsets, total = {}, 0
-    for name, (_, _, size) in kinds.items():
+    for name, size in sizes.items():
         offsets[name] = total
         total += -(-size // _ALIGNED) * _ALIGNED
     memory_ = mmap.mmap(-1, max(total, 1))
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # not built into this kernel
             memory_.madvise(mmap.MADV_HUGEPAGE)
-    out = {}
-    for names in _portions({name: size for name, (_, _, size) in kinds.items()}):
+    return {
+        name: torch.frombuffer(
+            memory_, dtype=dtype, count=shape.numel(), offset=offsets[name]
+        ).view(shape)
+        for name, (dtype, shape) in kinds.items()
+    }
+
+
+def _read_into_arena(file: Path) -> dict[str, Tensor]:
+    """A file's tensors in an arena.
+
+    The file is mapped, and what was read of it stays in memory until it is closed; so it is opened
+    anew every now and then, or all of it would be there twice.
+    """
+    with safe_open(file, "pt") as tensors:
+        likes = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
+        kinds = {name: (like.dtype, like.shape) for name, like in likes.items()}
+        sizes = {name: like.nbytes for name, like in likes.items()}
+        del likes  # not a byte of them was looked at
+    out = arena(kinds)
+    for names in _portions(sizes):
         with safe_open(file, "pt") as tensors:
             for name in names:
-                dtype, shape, size = kinds[name]
-                count = size // dtype.itemsize
-                flat = torch.frombuffer(memory_, dtype=dtype, count=count, offset=offsets[name])
-                out[name] = flat.view(shape).copy_(tensors.get_tensor(name))
+                out[name].copy_(tensors.get_tensor(name))
     return out
 
 
