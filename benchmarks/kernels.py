@@ -38,7 +38,7 @@ from benchmarks.conditions import (
     print_table,
     write_json,
 )
-from outrider.models.native.kernels import FRAME, LINEAR, MAX_ROWS
+from outrider.models.native.kernels import FRAME, LINEAR, MAX_ROWS, SHARES
 from outrider.models.native.load import arena
 from outrider.models.native.team import team
 from outrider.models.native.vector import DOT, GROUPS, LANES, QUADS, ROWS
@@ -115,7 +115,7 @@ class Native:
         self.row_scales = torch.ones(MAX_ROWS, inputs // INPUT_STEP)
         self.out = torch.zeros(MAX_ROWS, outputs)
         self._frame = np.zeros(FRAME.size, np.int64)
-        self._counters = np.zeros(copies, np.int64)
+        self._counters = np.zeros(copies * SHARES, np.int64)
         self._frame[FRAME.counters] = self._counters.ctypes.data
         kernel, self._arguments = LINEAR[linear.kind], []
         for i in range(copies):

@@ -17,31 +17,32 @@ from numba import carray, cfunc, float32, int32, int64, njit, types, uint8
 from outrider.models.native.vector import (
     BLOCK,
     GROUPS,
-    KEYS,
     LANES,
     QUADS,
+    QUERIES,
     ROWS,
+    ask_for,
     bits_to_float,
     call_barrier,
     call_count,
     call_step,
+    columns,
     float_tile,
     float_to_bits,
     integer_tile,
     next_ticket,
     pointer,
     put_half,
-    pv,
-    qk,
+    row_sums,
 )
 
-__all__ = ["FRAME", "LINEAR", "MAX_ROWS", "Frame", "drive", "kernel"]
+__all__ = ["FRAME", "LINEAR", "MAX_ROWS", "SHARES", "Frame", "drive", "kernel"]
 
 MAX_ROWS = 64
 """Rows that one pass can feed."""
-TOGETHER = 2
-"""Queries of one key head that attention takes at a time: as many as there are registers for."""
-_PORTION = 8
+SHARES = 16
+"""Stretches at most that a layer's weights are divided in, each with a counter of its own."""
+_PORTION = 4
 
 
 class Frame(NamedTuple):
@@ -53,7 +54,7 @@ class Frame(NamedTuple):
     logits: int = 2
     """Where they go."""
     counters: int = 3
-    """One for each step: tickets for its work."""
+    """SHARES for each step: tickets for its work."""
     cosines: int = 4
     """f32 [rows, rotated / 2] at this address."""
     sines: int = 5
@@ -316,9 +317,10 @@ def _linear(kind: str) -> Any:
     row_bytes, weight_bytes = {"int8": (1, 1), "bfloat16": (4, 2), "float32": (4, 4)}[kind]
     together = 4 * QUADS if kind == "int8" else 1
 
-    def work(arguments: Any, threads: Any) -> None:
+    def work(arguments: Any, thread: Any, threads: Any) -> None:
         # Threads draw portions, since a machine that does something else besides would otherwise
-        # keep all of them waiting for the slowest.
+        # keep all of them waiting for the slowest: first of a stretch of the weights that is
+        # their own, as memory likes best, then of what others have left.
         a = _ints(arguments, 13)
         frame = _ints(a[0], FRAME.size)
         x, row_scales, w, init, scales, bias = a[1], a[2], a[3], a[4], a[5], a[6]
@@ -327,29 +329,33 @@ def _linear(kind: str) -> Any:
         if head:
             rows -= frame[FRAME.first]
             out = frame[FRAME.logits]
-        size, wide = _block_rows(rows), GROUPS * LANES
-        tiles = outputs // wide
-        portion = max(1, min(_PORTION, tiles // (4 * threads)))
-        counter = frame[FRAME.counters] + 8 * number
-        while True:
-            start = next_ticket(counter) * portion
-            if start >= tiles:
-                break
-            for t in range(start, min(tiles, start + portion)):
-                for block in range(0, rows, size):
-                    tile(
-                        min(size, rows - block),
-                        x + block * inputs * row_bytes,
-                        w + t * wide * inputs * weight_bytes,
-                        inputs // together,
-                        init + 2 * wide * t * (inputs // together),
-                        scales + 2 * wide * t * (inputs // together),
-                        bias + 4 * wide * t,
-                        row_scales + 4 * block * (inputs // together),
-                        out + 4 * (block * outputs + wide * t),
-                        4 * outputs,
-                        add,
-                    )
+        size, wide, blocks = _block_rows(rows), GROUPS * LANES, inputs // together
+        tiles, shares = outputs // wide, min(threads, SHARES)
+        portion = max(1, min(_PORTION, tiles // (8 * threads)))
+        for turn in range(shares):
+            share = (thread + turn) % shares
+            first, last = tiles * share // shares, tiles * (share + 1) // shares
+            counter = frame[FRAME.counters] + 8 * (SHARES * number + share)
+            while True:
+                start = first + next_ticket(counter) * portion
+                if start >= last:
+                    break
+                for t in range(start, min(last, start + portion)):
+                    scaled = 2 * wide * t * blocks
+                    for row in range(0, rows, size):
+                        tile(
+                            min(size, rows - row),
+                            x + row * inputs * row_bytes,
+                            w + t * wide * inputs * weight_bytes,
+                            blocks,
+                            init + scaled,
+                            scales + scaled,
+                            bias + 4 * wide * t,
+                            row_scales + 4 * row * blocks,
+                            out + 4 * (row * outputs + wide * t),
+                            4 * outputs,
+                            add,
+                        )
 
     return _compiled(work, kind)
 
@@ -360,19 +366,19 @@ _int8, _bfloat16, _float32 = (_linear(kind) for kind in ("int8", "bfloat16", "fl
 @kernel
 def linear_int8(arguments: Any, thread: Any, threads: Any) -> None:
     """x Wᵀ + bias with bytes times bytes, four inputs at a time: sums are exact."""
-    _int8(arguments, threads)
+    _int8(arguments, thread, threads)
 
 
 @kernel
 def linear_bfloat16(arguments: Any, thread: Any, threads: Any) -> None:
     """float32 rows times bfloat16 weights, summed in float32, one input after the other."""
-    _bfloat16(arguments, threads)
+    _bfloat16(arguments, thread, threads)
 
 
 @kernel
 def linear_float32(arguments: Any, thread: Any, threads: Any) -> None:
     """float32 throughout, one input after the other."""
-    _float32(arguments, threads)
+    _float32(arguments, thread, threads)
 
 
 LINEAR = {"int8": linear_int8, "bfloat16": linear_bfloat16, "float32": linear_float32}
@@ -464,143 +470,211 @@ def _first_seen(frame: Any, row: Any, window: Any) -> Any:
     return max(0, keys - window) if window else 0
 
 
-_qk1, _qk2, _whole_qk1, _whole_qk2 = (qk(n, half) for half in (True, False) for n in (1, 2))
-_pv1, _pv2, _whole_pv1, _whole_pv2 = (pv(n, half) for half in (True, False) for n in (1, 2))
+def _row_sums(half: bool, add: bool) -> Any:
+    """The tile for a number of queries, chosen as the program runs."""
+    t1, t2, t3, t4, t5, t6 = (row_sums(n, half, add) for n in range(1, QUERIES + 1))
+
+    def tile(n: Any, places: Any, rows: Any, stride: Any, count: Any, column: Any) -> None:
+        if n == 1:
+            t1(places, rows, stride, count, column)
+        elif n == 2:
+            t2(places, rows, stride, count, column)
+        elif n == 3:
+            t3(places, rows, stride, count, column)
+        elif n == 4:
+            t4(places, rows, stride, count, column)
+        elif n == 5:
+            t5(places, rows, stride, count, column)
+        else:
+            t6(places, rows, stride, count, column)
+
+    return _compiled(tile, f"{'half' if half else 'whole'}_{'more' if add else 'first'}")
+
+
+_scores, _whole_scores = (_row_sums(half, add=False) for half in (True, False))
+_mixed, _whole_mixed = (_row_sums(half, add=True) for half in (True, False))
+_COLUMNS = tuple(columns(n) for n in range(QUERIES + 1))
+
+
+@njit
+def _sum_rows(
+    size: Any, add: Any, places: Any, many: Any, rows: Any, stride: Any, count: Any, wide: Any
+) -> None:
+    """``row_sums`` over ``wide`` columns for any number of queries, whose addresses are given;
+    ``size`` is of a number in the cache, in bytes."""
+    parts, start = (many + QUERIES - 1) // QUERIES, 0
+    for part in range(parts):
+        n = (many - start + parts - part - 1) // (parts - part)
+        at, step = places.ctypes.data + 16 * start, _COLUMNS[n]
+        for c in range(0, wide, step):
+            if add:
+                if size == 2:
+                    _mixed(n, at, rows + size * c, stride, count, 4 * c)
+                else:
+                    _whole_mixed(n, at, rows + size * c, stride, count, 4 * c)
+            elif size == 2:
+                _scores(n, at, rows + size * c, stride, count, 4 * c)
+            else:
+                _whole_scores(n, at, rows + size * c, stride, count, 4 * c)
+        start += n
+
+
+class _Attention(NamedTuple):
+    """Places in the arguments of ``attend``."""
+
+    queries: int = 1
+    heads: int = 2
+    kv_heads: int = 3
+    width: int = 4
+    """Of a head, without and with padding."""
+    padded: int = 5
+    layer: int = 6
+    window: int = 7
+    number: int = 8
+    """Of the step."""
+    size: int = 9
+    """Of a number in the cache, in bytes."""
+    out: int = 10
+    stride: int = 11
+    places: int = 12
+
+
+_A = _Attention()
 
 
 @njit(inline="always")
-def _qk(
-    queries: Any, size: Any, q: Any, q_step: Any, k: Any, width: Any, to: Any, step: Any
+def _ask_for_block(
+    frame: Any, row: Any, number: Any, before: Any, padded: Any, behind: Any, bytes_: Any
 ) -> None:
-    if size == 2:
-        if queries == 2:
-            _qk2(q, q_step, k, width, to, step)
-        else:
-            _qk1(q, q_step, k, width, to, step)
-    elif queries == 2:
-        _whole_qk2(q, q_step, k, width, to, step)
-    else:
-        _whole_qk1(q, q_step, k, width, to, step)
+    """Have a part of a block brought near, ``behind`` its start, if the row sees the block."""
+    if number <= _last_slot(frame, row) // BLOCK:
+        start = _block(frame, row, number, before, padded) + behind
+        for line in range(0, bytes_, 64):
+            ask_for(start + line)
 
 
-@kernel
-def compare(arguments: Any, thread: Any, threads: Any) -> None:
-    """Scores q kᵀ of every row with every block that it sees, where the keys lie."""
-    a = _ints(arguments, 10)
-    frame = _ints(a[0], FRAME.size)
-    size = a[9]
-    queries, heads, kv_heads, width, padded = a[1], a[2], a[3], a[4], a[5]
-    layer, window, counter = a[6], a[7], frame[FRAME.counters] + 8 * a[8]
-    rows, room, group = frame[FRAME.rows], frame[FRAME.keys], heads // kv_heads
-    most = 0
-    for row in range(rows):
-        most = max(most, _last_slot(frame, row) // BLOCK + 1)
-    while True:
-        ticket = next_ticket(counter)
-        if ticket >= most * kv_heads:
-            break
-        kv, number = ticket // most, ticket % most
-        for row in range(rows):
+@njit
+def _compare(a: Any, frame: Any, places: Any, kv: Any, start: Any, end: Any, blocks: Any) -> None:
+    """Scores q kᵀ of some queries of a key head, with each block that they see, where it lies."""
+    heads, width, padded, size = a[_A.heads], a[_A.width], a[_A.padded], a[_A.size]
+    group, room, step = heads // a[_A.kv_heads], frame[FRAME.keys], size * BLOCK
+    before = size * (a[_A.layer] * a[_A.kv_heads] + kv)
+    for number in range(blocks):
+        _ask_for_block(frame, start // group, number + 1, before, padded, 0, step * width)
+        keys, many = 0, 0
+        for i in range(start, end):
+            row, item = i // group, i // group * heads + kv * group + i % group
             # A path's nodes lie behind the base, perhaps with gaps of more than a block.
             if number > _last_slot(frame, row) // BLOCK:
                 continue
-            if (number + 1) * BLOCK <= _first_seen(frame, row, window):
+            if (number + 1) * BLOCK <= _first_seen(frame, row, a[_A.window]):
                 continue
-            keys = _block(frame, row, number, size * (layer * kv_heads + kv), padded)
-            for g in range(0, group, TOGETHER):
-                head = row * heads + kv * group + g
-                q, out = queries + 4 * head * padded, head * room + number * BLOCK
-                for part in range(0, BLOCK, KEYS):
-                    k, to = keys + size * part, frame[FRAME.scores] + 4 * (out + part)
-                    some = min(TOGETHER, group - g)
-                    _qk(some, size, q, 4 * padded, k, width, to, 4 * room)
+            own = _block(frame, row, number, before, padded)
+            if many and own != keys:  # another sequence's
+                _sum_rows(size, False, places, many, keys, step, width, BLOCK)
+                many = 0
+            keys = own
+            places[many, 0] = a[_A.queries] + 4 * item * padded
+            places[many, 1] = frame[FRAME.scores] + 4 * (item * room + number * BLOCK)
+            many += 1
+        _sum_rows(size, False, places, many, keys, step, width, BLOCK)
 
 
-@kernel
-def soften(arguments: Any, thread: Any, threads: Any) -> None:
+@njit
+def _soften(frame: Any, row: Any, s: Any, first: Any) -> None:
     """Softmax over the keys that a row sees, put into the order of its path first.
 
     So a node of a tree, a token of a block and the same token alone add up the same numbers in
     the same order.
     """
-    a = _ints(arguments, 4)
-    frame = _ints(a[0], FRAME.size)
-    heads, window, counter = a[1], a[2], frame[FRAME.counters] + 8 * a[3]
-    room = frame[FRAME.keys]
-    while True:
-        item = next_ticket(counter)
-        if item >= frame[FRAME.rows] * heads:
-            break
-        row = item // heads
-        base, nodes = frame[FRAME.base + row], frame[FRAME.nodes + row]
-        s = _floats(frame[FRAME.scores] + 4 * item * room, room)
-        for i in range(nodes):  # each lies at or beyond where it goes, and they are in order
-            s[base + i] = s[frame[FRAME.path + row * MAX_ROWS + i]]
-        first = _first_seen(frame, row, window)
-        for i in range(first):
-            s[i] = float32(0.0)
-        e = s[first : base + nodes]
-        best = _largest(e)
-        for i in range(len(e)):
-            e[i] = _exp(e[i] - best)
-        scale = float32(1.0) / _sum(e)
-        for i in range(len(e)):
-            e[i] *= scale
+    base, nodes = frame[FRAME.base + row], frame[FRAME.nodes + row]
+    for i in range(nodes):  # each lies at or beyond where it goes, and they are in order
+        s[base + i] = s[frame[FRAME.path + row * MAX_ROWS + i]]
+    for i in range(first):
+        s[i] = float32(0.0)
+    e = s[first : base + nodes]
+    best = _largest(e)
+    for i in range(len(e)):
+        e[i] = _exp(e[i] - best)
+    scale = float32(1.0) / _sum(e)
+    for i in range(len(e)):
+        e[i] *= scale
 
 
-@njit(inline="always")
-def _pv(queries: Any, size: Any, w: Any, step: Any, v: Any, v_step: Any, count: Any, out: Any,
-        out_step: Any) -> None:  # fmt: skip
-    if size == 2:
-        if queries == 2:
-            _pv2(w, step, v, v_step, count, out, out_step)
-        else:
-            _pv1(w, step, v, v_step, count, out, out_step)
-    elif queries == 2:
-        _whole_pv2(w, step, v, v_step, count, out, out_step)
-    else:
-        _whole_pv1(w, step, v, v_step, count, out, out_step)
+@njit
+def _mix(a: Any, frame: Any, places: Any, kv: Any, start: Any, end: Any, blocks: Any) -> None:
+    """The values that some queries see, weighted, added in the order of the row's path."""
+    heads, padded, size, out = a[_A.heads], a[_A.padded], a[_A.size], a[_A.out]
+    group, room, step = heads // a[_A.kv_heads], frame[FRAME.keys], size * padded
+    before, behind = size * (a[_A.layer] * a[_A.kv_heads] + kv), size * padded * BLOCK
+    for number in range(blocks):
+        _ask_for_block(frame, start // group, number + 1, before, padded, behind, behind)
+        values, seen, many = 0, 0, 0
+        for i in range(start, end):
+            row, head = i // group, kv * group + i % group
+            count = min(BLOCK, frame[FRAME.base + row] - number * BLOCK)
+            if count <= 0 or (number + 1) * BLOCK <= _first_seen(frame, row, a[_A.window]):
+                continue
+            own = _block(frame, row, number, before, padded) + behind
+            if many and (own != values or count != seen):
+                _sum_rows(size, True, places, many, values, step, seen, padded)
+                many = 0
+            values, seen = own, count
+            score = (row * heads + head) * room + number * BLOCK
+            places[many, 0] = frame[FRAME.scores] + 4 * score
+            places[many, 1] = out + 4 * (row * a[_A.stride] + head * padded)
+            many += 1
+        _sum_rows(size, True, places, many, values, step, seen, padded)
+    for i in range(start, end):
+        row, head = i // group, kv * group + i % group
+        score = (row * heads + head) * room + frame[FRAME.base + row]
+        places[0, 1] = out + 4 * (row * a[_A.stride] + head * padded)
+        for node in range(frame[FRAME.nodes + row]):
+            slot = frame[FRAME.path + row * MAX_ROWS + node]
+            value = _block(frame, row, slot // BLOCK, before, padded) + behind
+            places[0, 0] = frame[FRAME.scores] + 4 * (score + node)
+            _sum_rows(size, True, places, 1, value + step * (slot % BLOCK), step, 1, padded)
 
 
 @kernel
-def mix(arguments: Any, thread: Any, threads: Any) -> None:
-    """The values of the keys that a row sees, weighted, added in the order of its path."""
-    a = _ints(arguments, 10)
+def attend(arguments: Any, thread: Any, threads: Any) -> None:
+    """softmax(q kᵀ) v for every row and head.
+
+    A thread takes a few queries of one key head and goes over the whole context with them: their
+    scores stay in its own cache, and each block that it fetches serves them all.
+    """
+    a = _ints(arguments, _A.places)
     frame = _ints(a[0], FRAME.size)
-    size = a[9]
-    heads, kv_heads, padded, layer, out, stride = a[1], a[2], a[3], a[4], a[5], a[6]
-    window, counter = a[7], frame[FRAME.counters] + 8 * a[8]
-    rows, room, group = frame[FRAME.rows], frame[FRAME.keys], heads // kv_heads
-    parts = padded // KEYS
-    while True:
-        ticket = next_ticket(counter)
-        if ticket >= kv_heads * parts:
-            break
-        kv, d = ticket // parts, KEYS * (ticket % parts)
-        for row in range(rows):
-            base, nodes = frame[FRAME.base + row], frame[FRAME.nodes + row]
-            for g in range(0, group, TOGETHER):
-                head = row * heads + kv * group + g
-                some = min(TOGETHER, group - g)
-                # Each head's part has a place of its own, padding included.
-                into = out + 4 * (row * stride + (kv * group + g) * padded + d)
-                for q in range(some):
-                    sums = _floats(into + 4 * q * padded, KEYS)
-                    for i in range(KEYS):
-                        sums[i] = float32(0.0)
-                first = _first_seen(frame, row, window) // BLOCK
-                for number in range(first, (base + BLOCK - 1) // BLOCK):
-                    v = _block(frame, row, number, size * (layer * kv_heads + kv), padded)
-                    v += size * (padded * BLOCK + d)
-                    w = frame[FRAME.scores] + 4 * (head * room + number * BLOCK)
-                    count = min(BLOCK, base - number * BLOCK)
-                    _pv(some, size, w, 4 * room, v, size * padded, count, into, 4 * padded)
-                for i in range(nodes):
-                    slot = frame[FRAME.path + row * MAX_ROWS + i]
-                    v = _block(frame, row, slot // BLOCK, size * (layer * kv_heads + kv), padded)
-                    v += size * (padded * (BLOCK + slot % BLOCK) + d)
-                    w = frame[FRAME.scores] + 4 * (head * room + base + i)
-                    _pv(some, size, w, 4 * room, v, size * padded, 1, into, 4 * padded)
+    heads, kv_heads, padded, room = a[_A.heads], a[_A.kv_heads], a[_A.padded], frame[FRAME.keys]
+    rows, group = frame[FRAME.rows], heads // kv_heads
+    # With few rows a thread takes fewer, so that there is work for all.
+    some = min(QUERIES, max(2, rows * heads // (3 * threads)))
+    parts = (rows * group + some - 1) // some
+    places = np.empty((QUERIES, 2), np.int64)
+    shares = min(threads, SHARES)
+    for turn in range(shares):  # neighbours share a key head: its blocks are near then
+        share = (thread + turn) % shares
+        first, last = kv_heads * parts * share // shares, kv_heads * parts * (share + 1) // shares
+        counter = frame[FRAME.counters] + 8 * (SHARES * a[_A.number] + share)
+        while True:
+            ticket = first + next_ticket(counter)
+            if ticket >= last:
+                break
+            kv, start = ticket // parts, ticket % parts * some
+            end = min(rows * group, start + some)
+            blocks = 0
+            for row in range(start // group, (end - 1) // group + 1):
+                blocks = max(blocks, _last_slot(frame, row) // BLOCK + 1)
+            _compare(a, frame, places, kv, start, end, blocks)
+            for i in range(start, end):
+                row, head = i // group, kv * group + i % group
+                scores = _floats(frame[FRAME.scores] + 4 * (row * heads + head) * room, room)
+                _soften(frame, row, scores, _first_seen(frame, row, a[_A.window]))
+                # Each head has a place of its own, padding included.
+                found = _floats(a[_A.out] + 4 * (row * a[_A.stride] + head * padded), padded)
+                for d in range(padded):
+                    found[d] = float32(0.0)
+            _mix(a, frame, places, kv, start, end, blocks)
 
 
 @kernel

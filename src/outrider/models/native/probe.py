@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.models.native.kernels import FRAME, LINEAR, Kernel
+from outrider.models.native.kernels import FRAME, LINEAR, SHARES, Kernel
 from outrider.models.native.team import team
 from outrider.models.native.vector import QUADS, ROWS
 from outrider.models.native.weights import INPUT_STEP, Linear, pack
@@ -30,8 +30,8 @@ def multiply(w: Linear, rows: Tensor, scales: Tensor) -> Tensor:
     """
     n, width = rows.shape
     frame = np.zeros(FRAME.size, np.int64)
-    counter = np.zeros(1, np.int64)
-    frame[FRAME.rows], frame[FRAME.counters] = n, counter.ctypes.data
+    counters = np.zeros(SHARES, np.int64)
+    frame[FRAME.rows], frame[FRAME.counters] = n, counters.ctypes.data
     fed = rows.view(n, width // 4, 4).transpose(0, 1).contiguous()
     worth = scales.t().contiguous()
     out = torch.zeros(n, w.padded_outputs)

@@ -20,13 +20,12 @@ from outrider.models.native.kernels import (
     FRAME,
     LINEAR,
     MAX_ROWS,
+    SHARES,
     Kernel,
-    compare,
+    attend,
     hand_heads,
-    mix,
     norm,
     remember,
-    soften,
     swiglu,
     tap,
 )
@@ -82,7 +81,7 @@ class Program:
         self.tapped = hidden[:, :0] if tapped is None else tapped
         self.embedded = hidden if embedded is None else embedded
         self._arguments = [np.array(arguments, np.int64) for _, arguments in steps]
-        self._counters = np.zeros(len(steps), np.int64)
+        self._counters = np.zeros(len(steps) * SHARES, np.int64)
         frame[FRAME.counters] = self._counters.ctypes.data
         self._team = team()
         functions = (self._team.barrier, self._team.thread_number, self._team.team_size)
@@ -202,10 +201,8 @@ class _Recorder(Steps):
             self.epsilon, self.query_scale, self.cached,
         )  # fmt: skip
         window, mixed, here = a.windows[index], self.mixed, self.mixed.data_ptr()
-        self._step(compare, queries, *heads, index, window, len(self.steps), self.cached)
-        self._step(soften, a.heads, window, len(self.steps))
-        into = (here, mixed.shape[1], window, len(self.steps), self.cached)
-        self._step(mix, a.heads, a.kv_heads, self.width, index, *into)
+        seen = (window, len(self.steps), self.cached)
+        self._step(attend, queries, *heads, index, *seen, here, mixed.shape[1])
         sizes = (mixed.shape[1], a.heads, a.head_dim, self.width, layer.o.padded_inputs)
         self._step(hand_heads, here, *sizes, *self._rows())
         return self.rows

@@ -24,22 +24,23 @@ __all__ = [
     "BLOCK",
     "DOT",
     "GROUPS",
-    "KEYS",
     "LANES",
     "QUADS",
+    "QUERIES",
     "ROWS",
+    "ask_for",
     "bits_to_float",
     "call_barrier",
     "call_count",
     "call_step",
+    "columns",
     "float_tile",
     "float_to_bits",
     "integer_tile",
     "next_ticket",
     "pointer",
     "put_half",
-    "pv",
-    "qk",
+    "row_sums",
 ]
 
 BLOCK = 64
@@ -120,13 +121,13 @@ def _fma(b: Any, x: Any, y: Any, z: Any) -> Any:
     return b.call(fma, [x, y, z])
 
 
-def _prefetch(b: Any, address: Any, size: int) -> None:
+def _prefetch(b: Any, address: Any, size: int, before: int = _AHEAD) -> None:
     """Ask for the lines that ``size`` bytes at this address will be followed by."""
     pointer = ir.PointerType(_i8)
     call = _declare(b, "llvm.prefetch.p0", _void, pointer, _i32, _i32, _i32)
     read, keep, data = (ir.Constant(_i32, value) for value in (0, 3, 1))
     for line in range(0, size, 64):
-        ahead = b.inttoptr(b.add(address, _c(_AHEAD + line)), pointer)
+        ahead = b.inttoptr(b.add(address, _c(before + line)), pointer)
         b.call(call, [ahead, read, keep, data])
 
 
@@ -317,63 +318,72 @@ def float_tile(rows: int, groups: int, half: bool) -> Any:
     return _intrinsic(10, emit)
 
 
-KEYS = 32
-"""Keys, or dimensions of values, that the attention tiles take at a time."""
+QUERIES = 6
+"""Queries that an attention tile takes at most."""
+_FEW = 2
 
-_keys = ir.VectorType(_f32, KEYS)
+
+def columns(queries: int) -> int:
+    """Keys, or dimensions of values, that a tile of so many queries takes: as many as there are
+    registers for sums."""
+    return 4 * LANES if queries <= _FEW else 2 * LANES
 
 
-def _widen(b: Any, address: Any, half: bool) -> Any:
-    """KEYS numbers of the cache as float32."""
+def _widen(b: Any, address: Any, half: bool, lanes: int) -> Any:
+    """Numbers of the cache as float32."""
     if not half:
-        return _load(b, address, _keys, 4)
-    halves = _load(b, address, ir.VectorType(ir.HalfType(), KEYS), 2)
-    return b.fpext(halves, _keys)
+        return _load(b, address, ir.VectorType(_f32, lanes), 4)
+    halves = _load(b, address, ir.VectorType(ir.HalfType(), lanes), 2)
+    return b.fpext(halves, ir.VectorType(_f32, lanes))
 
 
-def qk(queries: int, half: bool) -> Any:
-    """Queries f32 [queries, width] times KEYS keys of a block f16 or f32 [width, BLOCK].
+def row_sums(queries: int, half: bool, add: bool) -> Any:
+    """Each query's sum of a block's rows, with a factor for each row, one after the other.
 
-    qk(query, query_stride, keys, width, out, out_stride), strides in bytes
+    out_q[c] = Σ_i x_q[i] · rows[i, c], or that much more than before with ``add``. With keys
+    [width, BLOCK] for rows and a query for x it gives scores; with values [BLOCK, width] and
+    weights, what the query finds.
+
+    row_sums(places, rows, stride, count, column), with the stride and the column in bytes of rows
+    and of out
+
+    places
+        i64 [queries, 2]: the address of x_q, and the one of out_q.
+    rows
+        f16 or f32 [count, columns]
     """
+    lanes = columns(queries)
+    kind = ir.VectorType(_f32, lanes)
 
-    def emit(b: Any, query: Any, step: Any, keys: Any, width: Any, out: Any, stride: Any) -> None:
-        loop = _Loop(b, width, 1, [ir.Constant(_keys, [0.0] * KEYS)] * queries)
-        row = _widen(b, b.add(keys, b.mul(loop.i, _c((2 if half else 4) * BLOCK))), half)
-        held, at = [], b.add(query, b.mul(loop.i, _c(4)))
-        for q in range(queries):
-            value = _splat(b, _load(b, b.add(at, b.mul(step, _c(q))), _f32, 4), KEYS)
+    def emit(b: Any, places: Any, rows: Any, stride: Any, count: Any, column: Any) -> None:
+        def address(number: int) -> Any:
+            return _load(b, b.add(places, _c(8 * number)), _i64, 8)
+
+        pairs = [(address(2 * q), b.add(address(2 * q + 1), column)) for q in range(queries)]
+        outs = [out for _, out in pairs]
+        zeros = ir.Constant(kind, [0.0] * lanes)
+        loop = _Loop(b, count, 1, [_load(b, out, kind, 4) if add else zeros for out in outs])
+        row = _widen(b, b.add(rows, b.mul(loop.i, stride)), half, lanes)
+        held, at = [], b.mul(loop.i, _c(4))
+        for q, (x, _) in enumerate(pairs):
+            value = _splat(b, _load(b, b.add(x, at), _f32, 4), lanes)
             held.append(_fma(b, value, row, loop.held[q]))
         loop.close(held)
-        for q in range(queries):
-            _store(b, held[q], b.add(out, b.mul(stride, _c(q))), 4)
+        for out, value in zip(outs, held, strict=True):
+            _store(b, value, out, 4)
 
-    return _intrinsic(6, emit)
+    return _intrinsic(5, emit)
 
 
-def pv(queries: int, half: bool) -> Any:
-    """out += weights f32 [queries, count] times KEYS dimensions of values f16 or f32
-    [count, ...].
+@intrinsic
+def ask_for(typingctx: Any, address: Any) -> Any:
+    """Have the line of memory at an address brought near."""
 
-    pv(weights, weights_stride, values, values_stride, count, out, out_stride), strides in bytes
-    """
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        _prefetch(builder, values[0], 64, 0)
+        return context.get_dummy_value()
 
-    def emit(
-        b: Any, weights: Any, step: Any, values: Any, row_step: Any, count: Any, out: Any,
-        stride: Any,
-    ) -> None:  # fmt: skip
-        places = [b.add(out, b.mul(stride, _c(q))) for q in range(queries)]
-        loop = _Loop(b, count, 1, [_load(b, place, _keys, 4) for place in places])
-        row = _widen(b, b.add(values, b.mul(loop.i, row_step)), half)
-        held, at = [], b.add(weights, b.mul(loop.i, _c(4)))
-        for q in range(queries):
-            value = _splat(b, _load(b, b.add(at, b.mul(step, _c(q))), _f32, 4), KEYS)
-            held.append(_fma(b, value, row, loop.held[q]))
-        loop.close(held)
-        for place, value in zip(places, held, strict=True):
-            _store(b, value, place, 4)
-
-    return _intrinsic(7, emit)
+    return types.void(_int64), codegen
 
 
 @intrinsic
