@@ -1,11 +1,14 @@
 """How few outputs show each fault of ``tests/controls.py``; the table of ``docs/controls.md``.
 
     python -m benchmarks.negative_controls [--target smollm2-135m] [--only NAME] [--json FILE]
+    python -m benchmarks.negative_controls --enumerate --target smollm2-135m [--json FILE]
     python -m benchmarks.negative_controls --write-docs
 
 Tested at 50, 100, 200, ... outputs of each kind until the audit says *different*. On a real target
 plain outputs are drawn once for each request and shared by all controls that make it. Each result
-is added to the file as soon as it is known, and one that is there is not sought again.
+is added to the file as soon as it is known, and one that is there is not sought again. With
+``--enumerate`` nothing is drawn from the real target: each control's exact law is walked, over few
+tokens, and so is that of the same without the fault, which must be the chain rule's.
 """
 
 from __future__ import annotations
@@ -18,9 +21,11 @@ from typing import Any
 
 from benchmarks.drafts import blurred
 from outrider import Engine
+from outrider.audit.exact import ExactReport
 from outrider.audit.remembered import Remembered
 from outrider.audit.sampled import NEAR_TIE, audit_tokens, equal_tokens_promised
 from outrider.audit.statistics import Stratum, compare
+from outrider.drafters.model import ModelDrafter
 from outrider.engine.prefix import Prefix
 from tests.controls import (
     CONTROLS,
@@ -36,6 +41,7 @@ FIRST = 50
 DOCS = Path(__file__).parents[1] / "docs/controls.md"
 BEGIN, END = "<!-- controls: begin -->", "<!-- controls: end -->"
 TOY, REAL = "toy", "smollm2-135m"
+WALKED = ", by enumeration"  # in the file, after the name of a target that was enumerated
 
 
 @dataclass
@@ -99,7 +105,7 @@ def measure(name: str, target: str, engine: Engine | None, most: int, plain: Any
     if engine is None:
         if control.enumerable:
             report = enumerate_control(control, control.apply(toy_engine(*control.walked)))
-            row["enumeration"] = (report.broken and "noise used twice") or report.largest_difference
+            row["enumeration"] = found(report)
         engine = toy_engine(control.vocab, control.draft_seed)
         tried = control.sampled
         toy = True
@@ -110,16 +116,47 @@ def measure(name: str, target: str, engine: Engine | None, most: int, plain: Any
     return row
 
 
+def found(report: ExactReport) -> str | float | None:
+    """What enumeration says of a fault."""
+    return (report.broken and "noise used twice") or report.largest_difference
+
+
+def walk(name: str, target: str, engine: Engine, passed: dict[str, ExactReport]) -> dict[str, Any]:
+    """One control's row, by enumeration of a real target.
+
+    ``passed`` holds what was found of configurations without a fault.
+
+    Raises
+    ------
+    AssertionError
+        When the same without the fault is not consistent.
+    """
+    control = CONTROLS[name]
+    row: dict[str, Any] = {"control": name, "target": target + WALKED}
+    if control.enumerable:
+        c = control
+        key = f"{c.rule} {c.shape} {c.draft_length} {c.few} {c.real_stops(engine)}"
+        if key not in passed:
+            passed[key] = enumerate_control(control, control.sound(engine), real=True)
+        sound = passed[key]
+        assert sound.verdict == "consistent", f"{name}, without the fault: {sound}"
+        report = enumerate_control(control, control.apply(engine), real=True)
+        if report.verdict == "different":
+            row["enumeration"] = found(report)
+        row |= {"outputs": sound.outputs, "courses": sound.courses}
+    return row
+
+
 def read(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
     """The finished results of a file of JSON lines; a line that was cut off does not count."""
-    found = {}
+    rows = {}
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
             row = json.loads(line)
         except json.JSONDecodeError:
             continue
-        found[row["control"], row["target"]] = row
-    return found
+        rows[row["control"], row["target"]] = row
+    return rows
 
 
 def cell(row: dict[str, Any] | None) -> str:
@@ -131,22 +168,29 @@ def cell(row: dict[str, Any] | None) -> str:
     return str(row["smallest"] or f"> {row['most']}")
 
 
+def walked(row: dict[str, Any] | None) -> str:
+    """What enumeration found, as the table shows it."""
+    if row is None:
+        return ""
+    seen = row.get("enumeration", "not seen")
+    return f"{seen:.2g}" if isinstance(seen, float) else seen
+
+
 def table(rows: dict[tuple[str, str], dict[str, Any]], known: list[list[str]]) -> str:
     """The table; cells that the results lack are taken from the known one."""
     before = {cells[0]: cells for cells in known}
     lines = [
-        f"| control | what is wrong | by enumeration | on the toy | on {REAL} |",
-        "|---|---|---|---|---|",
+        f"| control | what is wrong | by enumeration | on the toy | on {REAL} | by enumeration on "
+        f"{REAL} |",
+        "|---|---|---|---|---|---|",
     ]
     for name, control in CONTROLS.items():
-        old = before.get(name, [""] * 5)
+        old = [*before.get(name, []), *[""] * 6]
         toy, real = rows.get((name, TOY)), rows.get((name, REAL))
-        seen = (toy or {}).get("enumeration", "not seen")
-        seen = f"{seen:.2g}" if isinstance(seen, float) else seen
         wrong = control.wrong.replace("|", "\\|") + (f" ({control.unseen}.)" * bool(control.unseen))
         cells = [
-            name.replace("|", "\\|"), wrong, seen if toy else old[2], cell(toy) or old[3],
-            cell(real) or old[4],
+            name.replace("|", "\\|"), wrong, walked(toy) or old[2], cell(toy) or old[3],
+            cell(real) or old[4], walked(rows.get((name, REAL + WALKED))) or old[5],
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -174,26 +218,36 @@ def main() -> None:
     parser.add_argument("--only", action="append", choices=list(CONTROLS))
     parser.add_argument("--most", type=int, help="outputs of each kind (default: 6400)")
     parser.add_argument("--json", type=Path, default=Path("controls.jsonl"))
+    parser.add_argument("--enumerate", action="store_true", help="walk a real target's laws")
     parser.add_argument("--write-docs", action="store_true", help="write what the file holds")
     args = parser.parse_args()
     rows = read(args.json)
     if args.write_docs:
         return write_docs(rows)
     toy = args.target == TOY
+    if toy and args.enumerate:
+        parser.error("--enumerate is for a real --target; a toy is enumerated anyway")
     most = args.most or 6400
     engine = None
     if not toy:
         engine = Engine.load(args.target, runtime=args.runtime)
         engine.drafter = blurred(engine)
+        if args.enumerate:  # few contexts, each asked for hundreds of times
+            engine.drafter = ModelDrafter(Remembered(engine.drafter.model))
         engine.model = Remembered(engine.model)
     plain: dict[str, Drawn] = {}
+    passed: dict[str, ExactReport] = {}
     for name in args.only or CONTROLS:
-        if (name, args.target) in rows:
+        if (name, args.target + WALKED * args.enumerate) in rows:
             continue
-        row = measure(name, args.target, engine, most, plain)
+        if args.enumerate and engine is not None:
+            row = walk(name, args.target, engine, passed)
+        else:
+            row = measure(name, args.target, engine, most, plain)
         with args.json.open("a") as out:
             out.write(json.dumps(row) + "\n")
-        print(name, row.get("enumeration", ""), cell(row), sep=" | ", flush=True)
+        told = row.get("enumeration", ""), "" if args.enumerate else cell(row)
+        print(name, *told, sep=" | ", flush=True)
     return None
 
 

@@ -570,6 +570,13 @@ REAL_DIGITS = Sampling(temperature=1.5, logit_bias=dict.fromkeys(range(32, 36), 
 REAL_FIRST_IDS = Sampling(temperature=3.0, logit_bias=dict.fromkeys((0, 33, 34), 100.0))
 REAL_ONE_TOO_LIKELY = Sampling(temperature=1.0, logit_bias=dict.fromkeys((0, 59, 60), 100.0))
 
+# For enumeration of a real target: few tokens, so that few courses of chance are left.
+FEW = Sampling(temperature=1.0, top_k=3)
+FEW_2 = Sampling(temperature=1.0, top_k=2)
+FEW_TOP_P = Sampling(temperature=1.0, top_k=3, top_p=0.7)
+FEW_COLD = Sampling(temperature=0.5, top_k=3)
+FEW_PENALISED = Sampling(temperature=1.0, top_k=3, presence_penalty=4.0)
+
 PROMPT = [0, 1, 0]
 REAL_PROMPT = "The best thing about this town is"
 SEED = 1
@@ -603,6 +610,8 @@ class Control:
     real
         Changes of the request on a real target: ``sampling``, ``stop_text``, and so on; ``None``
         where the fault cannot show there, and ``unseen`` says why.
+    few
+        The sampling values under which a real target is enumerated.
     shape
         Of the draft.
     vocab, draft_seed
@@ -624,6 +633,7 @@ class Control:
     draft_length: int = 2
     stop_token_ids: tuple[int, ...] = ()
     real: Mapping[str, Any] | None = field(default_factory=dict)
+    few: Sampling = FEW
     shape: Shape = Chain()  # noqa: RUF009, frozen
     vocab: int = 4
     draft_seed: int = 37
@@ -641,15 +651,18 @@ class Control:
         """An engine around the same target and the same draft model that has the fault."""
         return self.spoil(self.sound(engine))
 
+    def real_stops(self, engine: Engine) -> tuple[int, ...]:
+        """Tokens that end a real engine's output."""
+        texts = (self.real or {}).get("stop_texts", ())
+        return tuple(engine.tokenizer.encode(text)[-1] for text in texts)
+
     def request(self, *, engine: Engine | None = None) -> dict[str, Any]:
         """What to ask a toy for, or a real engine."""
         sampling, stops = self.sampling, self.stop_token_ids
         if engine:
             assert self.real is not None
             sampling = self.real.get("sampling", REAL_HOT)
-            stops = tuple(
-                engine.tokenizer.encode(text)[-1] for text in self.real.get("stop_texts", ())
-            )
+            stops = self.real_stops(engine)
         request = {"max_tokens": self.max_tokens, **sampling.to_dict()}
         return request | ({"stop_token_ids": stops} if stops else {})
 
@@ -778,12 +791,12 @@ CONTROLS: dict[str, Control] = {
     ),
     "raw q after top-p": Control(
         "The drafter samples under top-p, and reports the law before it.",
-        "drafter", _drafter(ReportsRawQ), sampling=TOP_P,
+        "drafter", _drafter(ReportsRawQ), sampling=TOP_P, few=FEW_TOP_P,
         real={"sampling": Sampling(temperature=1.0, top_p=0.5)},
     ),
     "draft temperature ignored": Control(
         "The drafter samples at the request's temperature, and reports the law at 1.",
-        "drafter", _drafter(ReportsRawQ), sampling=COLD,
+        "drafter", _drafter(ReportsRawQ), sampling=COLD, few=FEW_COLD,
         real={"sampling": Sampling(temperature=0.5)},
     ),
     "q of the first draft": Control(
@@ -797,7 +810,7 @@ CONTROLS: dict[str, Control] = {
     ),
     "low-q siblings dropped": Control(
         "Sampled siblings whose q is below 0.3 are left out after they were drawn.",
-        "drafter", _unlikely, shape=_TREE,
+        "drafter", _unlikely, shape=_TREE, few=FEW_2,
     ),
     "stale cache row": Control(
         "The cache keeps a rejected draft's row, and the next round goes on from it.",
@@ -805,7 +818,7 @@ CONTROLS: dict[str, Control] = {
     ),
     "penalty leak": Control(
         "Rejected drafts stay in the penalties' counts.",
-        "engine", _engine(_leak_penalties), sampling=PENALISED,
+        "engine", _engine(_leak_penalties), sampling=PENALISED, few=FEW_PENALISED,
         real={"sampling": REAL_PENALISED},
     ),
     "stop missed in mid-block": Control(
@@ -815,7 +828,7 @@ CONTROLS: dict[str, Control] = {
     ),
     "ties to the last index": Control(
         "Of equal logits, speculation takes the last and plain decoding the first.",
-        "engine", _engine(_take_the_last_of_equals), rule="greedy", sampling=TIES,
+        "engine", _engine(_take_the_last_of_equals), rule="greedy", sampling=TIES, few=TIES,
         real={"sampling": TIES},
     ),
 }  # fmt: skip
@@ -833,8 +846,13 @@ def toy_engine(vocab: int, draft_seed: int = 37) -> Engine:
     )
 
 
-def enumerate_control(control: Control, engine: Engine) -> ExactReport:
-    """``audit_exact``'s report."""
+def enumerate_control(control: Control, engine: Engine, *, real: bool = False) -> ExactReport:
+    """``audit_exact``'s report, of a toy or of a real target whose contexts are remembered."""
+    if real:
+        return audit_exact(
+            engine, [engine.encode(REAL_PROMPT)], max_tokens=control.max_tokens,
+            sampling=control.few, stop_token_ids=control.real_stops(engine),
+        )  # fmt: skip
     return audit_exact(
         engine, [PROMPT], max_tokens=control.max_tokens, sampling=control.sampling,
         stop_token_ids=control.stop_token_ids,

@@ -175,6 +175,82 @@ def test_contexts_can_be_remembered(capsys, tmp_path):
     assert (code, result["method"], result["remembered"]) == (3, "samples", True)
 
 
+# --- enumeration of a target that is no toy, or is treated as none -------------------------------
+
+WALKED = [*TOY, "--enumerate", "--remember", "-n", "2"]
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block", "coupled"])
+def test_a_remembered_target_is_walked(capsys, tmp_path, rule):
+    page = tmp_path / "audit.html"
+    how = ["--rule", rule, "--html", str(page), "--prompt", "ab", "--prompt", "b" * 70]
+    code, out, _ = run(capsys, *WALKED, *how, "--json")
+    result = json.loads(out)
+    assert (code, result["method"], result["remembered"]) == (0, "enumeration", True)
+    assert result["courses"] > result["outputs"] == 32
+    assert result["drafted_tokens"] > 0
+    for told in (
+        "Consistent: all ", f"{result['courses']} courses of chance were walked, ",
+        f"{result['drafted_tokens']} drafted tokens, over 32 outputs of at most 2 tokens of "
+        f"'toy-3' after 'ab', '{'b' * 60}…'; ", "own cache was not tested", "other prompts",
+    ):  # fmt: skip
+        assert told in result["sentence"]
+    text = page.read_text()
+    assert "each context’s scored once" in text
+    assert "no context was scored twice" in text
+    assert "a toy’s are exact" not in text
+    # A toy's own sentence and page are as they were.
+    code, out, _ = run(capsys, *TOY, "--enumerate", "-n", "2", *how)
+    assert (code, "own cache" in out, "a toy’s are exact" in page.read_text()) == (0, False, True)
+
+
+def test_a_wrong_rule_is_different_on_a_remembered_target(capsys, rules):
+    code, out, _ = run(capsys, *WALKED, "--rule", "wrong")
+    assert code == 1
+    assert out.startswith("Different: all ")
+    assert "of 'toy-3' after 'aaa'" in out
+    code, out, _ = run(capsys, *WALKED, "--rule", "shared")
+    assert (code, "Noise was used twice" in out) == (1, True)
+
+
+def test_a_walk_of_a_lookup_that_never_drafted_tested_nothing(capsys):
+    code, out, _ = run(
+        capsys, "audit", "--target", "toy:vocab=26,seed=3", "-d", "ngram", "--prompt", "abc",
+        "-n", "1", "--rule", "rejection", "--enumerate", "--remember",
+    )  # fmt: skip
+    assert (code, out[:14]) == (3, "Nothing tested")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--sampled"], "got --sampled"),
+        (["--sequential"], "got --sequential"),
+        (["--ray"], "got --ray"),
+        (["--endpoint", "http://a", "--against", "http://b"], "got --endpoint"),
+        (["--remember", "-n", "6"], "were reached at token"),
+    ],
+)
+def test_what_cannot_be_enumerated_is_told_plainly(capsys, arguments, words):
+    code, out, err = run(capsys, *TOY, "--rule", "rejection", "--enumerate", *arguments)
+    assert (code, out) == (2, "")
+    assert words in err
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("rule", ["rejection", "block", "coupled"])
+def test_the_default_model_is_walked(capsys, rule):
+    code, out, _ = run(
+        capsys, "audit", "--enumerate", "--rule", rule, "-d", "eagle#chain", "-n", "2",
+        "--temperature", "1", "--top-k", "2", "--json",
+    )  # fmt: skip
+    result = json.loads(out)
+    assert (code, result["verdict"], result["outputs"]) == (0, "consistent", 4)
+    assert result["largest_difference"] <= result["tolerance"] == 1e-12
+    assert result["drafted_tokens"] > 0
+    assert "'smollm2-135m' after 'Monday is good." in result["sentence"]
+
+
 def test_an_audit_without_a_draft_says_so(capsys):
     code, out, _ = run(capsys, "audit", "--target", "toy:vocab=3", "-d", "none", "-n", "2")
     assert code == 0

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.negative_controls import DOCS, rows_of
-from outrider.audit.exact import audit_exact
+from benchmarks.drafts import blurred
+from benchmarks.negative_controls import DOCS, REAL, WALKED, found, rows_of, table
+from outrider.audit.exact import TOLERANCE, audit_exact
+from outrider.audit.remembered import Remembered
 from outrider.audit.sampled import audit_samples, audit_tokens, equal_tokens_promised
+from outrider.drafters.model import ModelDrafter
 from tests.controls import (
     CONTROLS,
     HOT,
@@ -72,6 +75,60 @@ def test_what_enumeration_cannot_see_is_said_and_true(name):
     assert control.unseen
     report = enumerate_control(control, control.apply(toy_engine(*control.walked)))
     assert report.verdict == "consistent"
+
+
+def test_the_docs_say_what_enumeration_finds_on_the_real_target():
+    """A number or "noise used twice"; what was not seen there has its reason in the row."""
+    for name, control in CONTROLS.items():
+        cell = RECORDED[name][5]
+        if cell == "not seen":
+            assert control.unseen, name
+        else:
+            assert cell == "noise used twice" or float(cell) > TOLERANCE
+    assert RECORDED["tiny epsilon"][4:] == ["—", RECORDED["tiny epsilon"][5]]
+    assert float(RECORDED["tiny epsilon"][5]) < 1e-4
+
+
+def test_results_of_one_kind_leave_the_other_cells_of_the_table():
+    rows = {("tiny epsilon", REAL + WALKED): {"enumeration": 0.5}}
+    made = rows_of(f"<!-- controls: begin -->{table(rows, list(RECORDED.values()))}")
+    for row in made:
+        assert len(row) == 6
+        if row[0] == "tiny epsilon":
+            assert row == [*RECORDED[row[0]][:5], "0.5"]
+        else:
+            assert row == RECORDED[row[0]]
+
+
+@pytest.fixture(scope="module")
+def real(smollm):
+    """The default model, its contexts remembered, with the draft of the recorded run."""
+    draft = ModelDrafter(Remembered(blurred(smollm).model))
+    return _with(smollm, model=Remembered(smollm.model), drafter=draft)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tiny epsilon",
+        "residual on draft noise",
+        "block repair without the weight",
+        "coupled, keeps likely drafts",
+    ],
+)
+def test_enumeration_catches_it_on_the_default_model(real, name):
+    control = CONTROLS[name]
+    report = enumerate_control(control, control.apply(real), real=True)
+    assert report.verdict == "different"
+    recorded = RECORDED[name][5]
+    if report.broken:
+        assert found(report) == recorded
+    else:  # its logits may differ in their last bits from machine to machine
+        assert report.largest_difference == pytest.approx(float(recorded), rel=0.1)
+    sound = enumerate_control(control, control.sound(real), real=True)
+    assert (sound.verdict, sound.remembered) == ("consistent", True)
+    assert sound.drafted_tokens > 0
 
 
 @pytest.mark.parametrize("name", SAMPLED)

@@ -8,35 +8,44 @@ import numpy as np
 import pytest
 
 from outrider import Engine
+from outrider.audit import exact
 from outrider.audit.exact import (
     LIMIT,
+    SHARED,
     TOLERANCE,
     audit_exact,
     chain_law,
     exact_law,
     largest_difference,
 )
+from outrider.audit.remembered import Remembered
 from outrider.audit.sampled import Samples, audit_samples, audit_tokens, outputs_needed
 from outrider.core.processors import Sampling
 from outrider.drafters.model import ModelDrafter
-from outrider.errors import UsageError
+from outrider.errors import RollbackError, UsageError
+from outrider.models.hf import HFModel
 from outrider.models.tokenizer import ToyTokenizer
 from outrider.models.toy import ToyModel
 from outrider.protocols import Drafter
 from outrider.registry import RULES
 from outrider.rules.rejection import Rejection
 from tests.controls import (
+    BlockTestsByWeight,
     BonusFromTheRowBefore,
     CallsArgmaxASample,
     CoarseEpsilon,
     DropsDoubtfulDrafts,
+    EpsilonRatio,
+    KeepsLikelyDrafts,
     NoResidual,
+    RepairsOnFreshNoise,
     ReportsRawQ,
     SharedNoise,
     SlipsUp,
     SwappedResidual,
     TiesToTheLast,
 )
+from tests.small_models import module, native, some_tokens
 
 PROMPT = [0, 1, 0]
 SAMPLED = [n for n in RULES if RULES.load(n).exact and n not in ("greedy", "coupled")]
@@ -126,6 +135,163 @@ def test_laws_and_their_difference():
 def test_what_is_too_large_to_walk_is_refused():
     with pytest.raises(UsageError, match=f"4096 outputs; at most {LIMIT}"):
         audit_exact(engine_for("rejection"), [PROMPT], max_tokens=4, sampling=HOT)
+
+
+# --- enumeration of a target that is no toy ------------------------------------------------------
+
+FEW = Sampling(temperature=1.0, top_k=2)
+
+
+def _askew(target):
+    """A draft that thinks less of every other token than its target does."""
+
+    def law(tokens):
+        weights = target.next(tokens) * (1 - 0.6 * (np.arange(target.vocab_size) % 2))
+        return weights / weights.sum()
+
+    return ToyModel(law, target.vocab_size)
+
+
+def remembering(rule, vocab=3):
+    """A toy that enumeration does not know for one."""
+    engine = engine_for(rule, vocab=vocab)
+    if vocab > 8:  # where two laws of chance have no likely token in common
+        engine.drafter = ModelDrafter(_askew(engine.model))
+    engine.model = Remembered(engine.model)
+    return engine
+
+
+@pytest.mark.parametrize("name", [n for n in RULES if RULES.load(n).exact])
+def test_a_remembered_toys_laws_are_the_toys_to_the_bit(name):
+    sampling = Sampling(temperature=0.0 if name == "greedy" else 1.0)
+    found, wanted = (
+        audit_exact(engine, [[0], PROMPT], max_tokens=3, sampling=sampling)
+        for engine in (remembering(name), engine_for(name, vocab=3))
+    )
+    assert found.laws == wanted.laws
+    assert (found.courses, found.outputs) == (wanted.courses, wanted.outputs)
+    assert found.largest_difference == wanted.largest_difference <= TOLERANCE
+    assert (found.remembered, found.to_dict()["remembered"], found.target) == (True, True, "toy-1")
+    assert "remembered" not in wanted.to_dict()
+
+
+@pytest.mark.parametrize("name", ["rejection", "block", "coupled"])
+def test_a_large_vocabulary_is_walked_where_few_tokens_can_come(name):
+    """300 ** 3 outputs would be too many for a toy; of these, 8 are possible."""
+    report = audit_exact(remembering(name, vocab=300), [PROMPT], max_tokens=3, sampling=FEW)
+    assert report.verdict == "consistent"
+    assert report.outputs == 8 < report.courses
+    assert report.drafted_tokens > 0
+
+
+def test_draws_on_one_noise_are_walked_among_the_tokens_that_can_come():
+    """Left out or not, a token that no draw can give changes nothing."""
+    engines = engine_for("coupled", vocab=4), remembering("coupled", vocab=4)
+    toy, found = (audit_exact(engine, [PROMPT], max_tokens=3, sampling=FEW) for engine in engines)
+    assert found.courses == toy.courses
+    for one, other in zip(found.laws, toy.laws, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.speculative_probability == pytest.approx(
+            other.speculative_probability, abs=TOLERANCE
+        )
+
+
+@pytest.mark.parametrize("rule", [NoResidual, CoarseEpsilon, EpsilonRatio, BlockTestsByWeight])
+def test_a_fault_is_caught_where_the_target_is_no_toy(rule):
+    engine = remembering(rule(), vocab=300)
+    report = audit_exact(engine, [PROMPT], max_tokens=3, sampling=FEW)
+    assert report.verdict == "different"
+    assert 1e-9 < report.largest_difference == report.worst.gap
+
+
+def test_a_fault_in_shared_noise_is_caught_where_the_target_is_no_toy():
+    for rule in (KeepsLikelyDrafts(), RepairsOnFreshNoise()):
+        report = audit_exact(remembering(rule, 300), [PROMPT], max_tokens=3, sampling=FEW)
+        assert report.largest_difference > 1e-3
+    report = audit_exact(remembering(SharedNoise(), 300), [PROMPT], max_tokens=3, sampling=FEW)
+    assert (report.verdict, report.remembered) == ("different", True)
+    assert "Noise was used twice" in report.broken
+
+
+def test_a_model_that_is_not_remembered_is_so_for_the_walk_alone(one_thread, monkeypatch):
+    model = HFModel(module("llama"))
+    fed = []
+    score = model.score
+    monkeypatch.setattr(model, "score", lambda *asked: fed.append(0) or score(*asked))
+    engine = Engine(model, drafter=toy_drafter(model.vocab_size), rule="rejection")
+    report = audit_exact(engine, [some_tokens(5)], max_tokens=3, sampling=FEW)
+    assert (report.verdict, report.remembered, report.outputs) == ("consistent", True, 8)
+    assert engine.model is model
+    assert report.drafted_tokens > 0
+    assert 7 <= len(fed) < report.courses  # the contexts that can come, and those that are drafted
+
+
+def test_a_cache_that_cannot_forget_a_suffix_is_refused(one_thread):
+    engine = Engine(HFModel(module("mamba")), rule="rejection")
+    with pytest.raises(RollbackError, match="does not roll back by length"):
+        audit_exact(engine, [some_tokens(5)], max_tokens=2, sampling=FEW)
+
+
+@pytest.mark.parametrize("drafter", ["early_exit:1", "suffix+early_exit:1"])
+def test_a_drafter_on_the_targets_own_cache_is_refused(one_thread, drafter):
+    engine = Engine(native(module("llama")), drafter=drafter, rule="rejection")
+    with pytest.raises(UsageError, match="drafts on the target's own cache"):
+        audit_exact(engine, [some_tokens(5)], max_tokens=2, sampling=FEW)
+
+
+def test_too_many_possible_outputs_are_told_with_the_token_that_they_were_reached_at(monkeypatch):
+    request_ = {"max_tokens": 3, "sampling": Sampling(temperature=1.0, top_k=4)}
+    monkeypatch.setattr(exact, "OUTPUTS", 64)
+    audit_exact(remembering("rejection", vocab=40), [PROMPT], **request_)
+    monkeypatch.setattr(exact, "OUTPUTS", 63)
+    words = r"Prompt 1: More than 63 outputs .*: 64 were reached at token 3 of 3\..*--top-k"
+    with pytest.raises(UsageError, match=words):
+        audit_exact(remembering("rejection", vocab=40), [PROMPT], **request_)
+    with pytest.raises(UsageError, match=r": 80 were reached at token 2 of 2\."):
+        audit_exact(remembering("rejection", vocab=40), [PROMPT], max_tokens=2, sampling=HOT)
+
+
+def test_too_many_courses_are_told_with_how_far_the_walk_came(monkeypatch):
+    sampling = Sampling(temperature=1.0, top_k=3)
+    report = audit_exact(remembering("rejection", 40), [PROMPT], max_tokens=3, sampling=sampling)
+    monkeypatch.setattr(exact, "COURSES", report.courses + 100)
+    audit_exact(remembering("rejection", 40), [PROMPT], max_tokens=3, sampling=sampling)
+    words = (
+        rf"More than {report.courses + 100} courses .* prompt 2 of 2 .* of 0\.\d+ together.*--top-k"
+    )
+    with pytest.raises(UsageError, match=words):
+        audit_exact(remembering("rejection", 40), [PROMPT, [0]], max_tokens=3, sampling=sampling)
+
+
+def test_too_many_tokens_on_one_noise_are_told():
+    sampling = Sampling(temperature=1.0, top_k=SHARED + 1)
+    with pytest.raises(UsageError, match=rf"on the same noise; at most {SHARED}"):
+        audit_exact(remembering("coupled", 40), [PROMPT], max_tokens=2, sampling=sampling)
+
+
+def test_a_drafter_that_changes_from_course_to_course_is_told():
+    """Without a word it would look like a fault of the rule."""
+    engine = remembering("rejection")
+    courses = iter(range(10**6))
+
+    class Moody(ModelDrafter):
+        def start(self, prompt, capacity):
+            self.model = ToyModel.random(3, next(courses), sharpness=2.0)
+            return super().start(prompt, capacity)
+
+    engine.drafter = Moody(ToyModel.random(3, 37))
+    with pytest.raises(UsageError, match="something besides chance changes"):
+        audit_exact(engine, [PROMPT], max_tokens=2, sampling=HOT)
+
+
+def test_progress_is_told_up_to_the_end():
+    told = []
+    audit_exact(
+        remembering("rejection"), [[0], PROMPT], max_tokens=2, sampling=HOT,
+        advance=lambda done, total: told.append((done, total)),
+    )  # fmt: skip
+    assert told == sorted(told)
+    assert told[-1] == (2000, 2000)
 
 
 @pytest.mark.parametrize("name", SAMPLED)

@@ -4,27 +4,38 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
-from outrider.core.chooser import Chooser, SeededChooser, enumerate_outcomes
+from outrider.audit.remembered import Remembered
+from outrider.core.chooser import Chooser, Place, SeededChooser, enumerate_outcomes
+from outrider.core.distribution import Distribution
 from outrider.core.processors import Context, Law, Sampling
+from outrider.core.proposal import Proposal
 from outrider.core.trace import Trace
 from outrider.drafters.beside import begin, new_cache
+from outrider.drafters.early_exit import EarlyExitDrafter
 from outrider.engine.engine import Engine
 from outrider.engine.generation import Generation, Output
 from outrider.engine.round import Session
 from outrider.engine.transcript import Transcript
-from outrider.errors import UsageError
+from outrider.errors import RollbackError, UsageError
 from outrider.models.toy import ToyModel
 from outrider.policies.fixed import Fixed
-from outrider.protocols import Drafter, Policy, Rule
+from outrider.protocols import Drafter, Model, Policy, Rule
 
 __all__ = [
+    "COURSES",
     "LIMIT",
+    "OUTPUTS",
+    "SHARED",
     "TOLERANCE",
     "ExactReport",
     "Outcome",
@@ -42,13 +53,30 @@ TOLERANCE = 1e-12
 """Largest absolute difference of two probabilities that counts as rounding (float64)."""
 
 LIMIT = 256
-"""Most possible outputs, vocabulary ** max_tokens, that ``audit_exact`` walks."""
+"""Most possible outputs of a toy, vocabulary ** max_tokens, that ``audit_exact`` walks."""
+
+OUTPUTS = 1000
+"""Most possible outputs of one prompt that are walked on any other model: each takes up to a pass
+of the target, some 50 ms of ``smollm2-135m`` on two busy cores."""
+
+COURSES = 6000
+"""Most courses of chance, over all prompts, that are walked on any other model: a minute or two."""
+
+SHARED = 10
+"""Most tokens among which draws on one noise are walked: a volume in one dimension less."""
 
 _DRAWN = 40  # outputs that a picture shows, for each prompt
+_LOST = 1e-9  # of probability, by rounding in a sum over all courses
+_STEPS = 1000  # of progress, for each prompt
+
+_FEWER = (
+    "Use a smaller --top-k, --top-p or --temperature or fewer --max-tokens, or draw samples "
+    "(without --enumerate)."
+)
 
 
 def exact_law(
-    target: ToyModel,
+    target: Model,
     drafter: Drafter,
     rule: Rule,
     *,
@@ -113,54 +141,154 @@ def exact_law(
 
 
 def _walk(
-    start: Callable[[], Generation], on_course: Callable[[Trace], None] | None = None
+    start: Callable[[], Generation],
+    on_course: Callable[[Trace], None] | None = None,
+    seen: Callable[[float], None] = lambda share: None,
+    wrap: Callable[[Chooser], Chooser] | None = None,
 ) -> Outputs:
-    """The law of a generation's output, every course of its chance walked."""
+    """The law of a generation's output, every course of its chance walked.
+
+    ``seen`` hears after each course what probability those walked so far have together.
+    """
 
     def program(chooser: Chooser) -> Output:
         generation = start()
-        generation.session.chooser = chooser
+        generation.session.chooser = wrap(chooser) if wrap else chooser
         return generation.output
 
     outputs: Outputs = defaultdict(float)
+    share = 0.0
     for output, weight in enumerate_outcomes(program):
         outputs[tuple(output.token_ids)] += weight
         if on_course:
             on_course(output.trace)
+        seen(share := share + weight)
     return dict(outputs)
 
 
+class _FewOfMany:
+    """An enumerating chooser for a large vocabulary of which few tokens can come.
+
+    Draws that share noise are walked by the volume of a polytope with a dimension for each token.
+    Ratios of some exponential noises do not depend on the others, so tokens that none of the draws
+    at a place can give are left out, and the law given the earlier draws is asked for as a new one.
+    """
+
+    def __init__(self, chooser: Chooser) -> None:
+        self._chooser = chooser
+        self._drawn: dict[Place, list[tuple[Distribution, int]]] = {}
+
+    def accept(self, probability: float, place: Place) -> bool:
+        """As the chooser does."""
+        return self._chooser.accept(probability, place)
+
+    def draw(self, law: Distribution, place: Place) -> int:
+        """As the chooser does, and where noise is shared, among the tokens that can come."""
+        if place.purpose != "target":
+            return self._chooser.draw(law, place)
+        earlier = self._drawn.setdefault(place, [])
+        if not earlier:
+            token = self._chooser.draw(law, place)
+        else:
+            # The noise of this place is in the law already, so the question is a new one.
+            own = place._replace(node=-len(earlier))
+            token = self._chooser.draw(_given(earlier, law), own)
+        earlier.append((law, token))
+        return token
+
+    def race(self, law: Distribution, place: Place, count: int) -> list[int]:
+        """One draw after another, each without the tokens that came before."""
+        found: list[int] = []
+        left: Distribution | None = law
+        while left is not None and len(found) < count:
+            found.append(self.draw(left, place))
+            left = left.without(found[-1])
+        return found
+
+
+def _given(earlier: Sequence[tuple[Distribution, int]], law: Distribution) -> Distribution:
+    """The law of one more draw, given what earlier ones on the same noise gave.
+
+    Tokens that only one of the draws can give, and that none gave, are one runner: the first of
+    several exponential noises to finish is exponential too, at the sum of their rates, and which
+    of them it was says nothing of when.
+    """
+    from outrider.core.race import conditional
+
+    laws = [*(d for d, _ in earlier), law]
+    winners = [token for _, token in earlier]
+    ids = np.unique(np.concatenate([d.ids for d in laws]))
+    weights = np.stack([d.at(ids) for d in laws])
+    alone = ((weights > 0).sum(axis=0) == 1) & ~np.isin(ids, winners)
+    groups = np.where(alone, len(ids) + weights.argmax(axis=0), np.arange(len(ids)))
+    names, runner = np.unique(groups, return_inverse=True)
+    size = len(names)
+    if size > SHARED:
+        raise UsageError(
+            f"Draft and target draw among {size} tokens on the same noise; at most {SHARED} are "
+            "walked.",
+            hint=_FEWER,
+        )
+    merged = [np.bincount(runner, row, size) for row in weights]
+    among = [Distribution(np.flatnonzero(row), row[row > 0], size) for row in merged]
+    won = [int(runner[np.searchsorted(ids, token)]) for token in winners]
+    chances = dict(conditional(list(zip(among[:-1], won, strict=True)), among[-1]))
+    own = runner[np.searchsorted(ids, law.ids)]
+    probs = np.array([chances.get(int(r), 0.0) for r in own]) * (law.probs / merged[-1][own])
+    return Distribution(law.ids[probs > 0], probs[probs > 0], law.vocab_size)
+
+
 def chain_law(
-    target: ToyModel,
+    target: Model,
     *,
     max_tokens: int,
     law: Law | None = None,
     end_ids: frozenset[int] = frozenset(),
     stopped: Callable[[Sequence[int]], bool] = lambda output: False,
     prompt: Sequence[int] = (0,),
+    most: int | None = None,
 ) -> Outputs:
     """The law of plain decoding, straight from the chain rule, without the engine's loop.
 
     P(x_1 ... x_n) = prod_i p(x_i | prompt, x_1 ... x_{i-1}), down to an end token, to an output
-    that is ``stopped``, or to ``max_tokens``. Other parameters as in ``exact_law``.
+    that is ``stopped``, or to ``max_tokens``. The logits of each context come from a pass of its
+    own over a fresh cache. Other parameters as in ``exact_law``.
+
+    Raises
+    ------
+    UsageError
+        When there are more than ``most`` possible outputs.
     """
     law = law or Law()
     outputs: Outputs = {}
-
-    def grow(output: tuple[int, ...], weight: float) -> None:
-        ended = output and (output[-1] in end_ids or stopped(output))
-        if len(output) == max_tokens or ended:
-            outputs[output] = outputs.get(output, 0.0) + weight
-            return
-        tokens = [*prompt, *output]
-        logits = torch.log(torch.from_numpy(target.next(tokens)))
-        p = law(Context(tokens, len(prompt)), logits).to_dense()
-        for token, probability in enumerate(p):
-            if probability > 0:
-                grow((*output, token), weight * float(probability))
-
-    grow((), 1.0)
+    growing: Outputs = {(): 1.0}
+    for reached in range(1, max_tokens + 1):
+        longer: Outputs = {}
+        for output, weight in growing.items():
+            tokens = [*prompt, *output]
+            p = law(Context(tokens, len(prompt)), _logits(target, tokens))
+            for token, probability in zip(p.ids.tolist(), p.probs.tolist(), strict=True):
+                grown = (*output, token)
+                ended = len(grown) == max_tokens or token in end_ids or stopped(grown)
+                (outputs if ended else longer)[grown] = weight * probability
+            if most is not None and (count := len(outputs) + len(longer)) > most:
+                raise UsageError(
+                    f"More than {most} outputs are possible: {count} were reached at token "
+                    f"{reached} of {max_tokens}.",
+                    hint=_FEWER,
+                )
+        growing = longer
     return outputs
+
+
+def _logits(target: Model, tokens: Sequence[int]) -> Float[Tensor, " V"]:
+    """Of the token after a context."""
+    if isinstance(target, ToyModel):  # its laws themselves, without its cache
+        with np.errstate(divide="ignore"):
+            return torch.from_numpy(np.log(target.next(tokens)))
+    cache = target.new_cache(len(tokens))
+    target.prefill(cache, tokens[:-1], None)
+    return target.score(cache, tokens[-1:], Proposal())[0]
 
 
 def largest_difference(a: Outputs, b: Outputs) -> float:
@@ -206,6 +334,10 @@ class ExactReport:
         Why the walk broke off, if it did: noise was used twice.
     laws
         The most probable outputs of each prompt, most probable first, to draw the laws from.
+    target
+        The model's name.
+    remembered
+        Whether its contexts were scored once and remembered, so that its own cache had no part.
     """
 
     verdict: Literal["consistent", "different"]
@@ -217,6 +349,8 @@ class ExactReport:
     broken: str = ""
     laws: tuple[Outcome, ...] = ()
     drafted_tokens: int = 0
+    target: str = ""
+    remembered: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data."""
@@ -232,7 +366,7 @@ class ExactReport:
             "worst": self.worst._asdict() if self.worst else None,
             "broken": self.broken,
             "laws": [outcome._asdict() for outcome in self.laws],
-        }
+        } | ({"remembered": True} if self.remembered else {})
 
 
 def audit_exact(
@@ -243,30 +377,49 @@ def audit_exact(
     sampling: Sampling,
     stop_token_ids: Sequence[int] = (),
     stop: Sequence[str] = (),
+    advance: Callable[[int, int], None] | None = None,
 ) -> ExactReport:
     """Compare the exact law of an engine's outputs with the chain rule's.
 
-    Every course of chance of ``Engine.stream`` itself is walked.
+    Every course of chance of ``Engine.stream`` itself is walked. The chain rule has the logits of
+    each context from one plain pass; on a model that is no toy they are remembered, and the walk
+    is given the same, so that what is compared is all but the model's own cache.
 
     Parameters
     ----------
     engine
-        With a toy target; its drafter, rule and draft length are audited.
+        Its drafter, rule and draft length are audited. A target that is neither a toy nor
+        ``Remembered`` is wrapped in ``Remembered`` here.
     prompts
         Token ids.
     max_tokens, sampling, stop_token_ids, stop
         The request.
+    advance
+        Called with how much is done and how much there is to do.
 
     Raises
     ------
     UsageError
-        When the target is not a toy, or when it has more than ``LIMIT`` possible outputs.
+        When the drafter runs layers of the target on its cache. When there is too much to walk:
+        more than ``LIMIT`` possible outputs of a toy; of any other model more than ``OUTPUTS`` of
+        one prompt, ``COURSES`` of chance over all prompts, or ``SHARED`` tokens among which draft
+        and target draw on one noise. When the drafter changes from course to course.
+    RollbackError
+        When the target's cache does not roll back by length.
+
+    Example
+    -------
+    >>> model = Remembered(ToyModel.random(30, seed=1))
+    >>> few = Sampling(temperature=1.0, top_k=2)
+    >>> engine = Engine(model, rule="rejection")
+    >>> audit_exact(engine, [[0, 1, 0]], max_tokens=2, sampling=few).verdict
+    'consistent'
     """
+    toy = isinstance(engine.model, ToyModel)
+    if not toy:
+        engine = _remembering(engine)
     target = engine.model
-    if not isinstance(target, ToyModel):
-        raise UsageError(f"Only a toy model's law can be walked; '{target.name}' is none.")
-    size = target.vocab_size**max_tokens
-    if size > LIMIT:
+    if toy and (size := target.vocab_size**max_tokens) > LIMIT:
         raise UsageError(
             f"{target.vocab_size} tokens and --max-tokens {max_tokens} make {size} outputs; at "
             f"most {LIMIT} are walked.",
@@ -286,23 +439,51 @@ def audit_exact(
         text = engine.tokenizer.decode(output) if engine.tokenizer and stop else ""
         return any(words in text for words in stop)
 
-    courses = drafted = 0
+    courses = drafted = number = 0
+    share = 0.0
     compared: list[list[Outcome]] = []
 
     def count(trace: Trace) -> None:
         nonlocal courses, drafted
+        if not toy and courses == COURSES:
+            raise UsageError(
+                f"More than {COURSES} courses of chance: at prompt {number + 1} of {len(prompts)} "
+                f"those walked so far have a probability of {share:.2g} together.",
+                hint=_FEWER,
+            )
         courses += 1
         drafted += sum(round_.drafted for round_ in trace.rounds)
 
+    def seen(walked: float) -> None:
+        nonlocal share
+        share = walked
+        if advance:
+            advance(round(_STEPS * (number + walked)), _STEPS * len(prompts))
+
+    facts: dict[str, Any] = {"target": target.name, "remembered": not toy}
     for number, prompt in enumerate(prompts):
-        wanted = chain_law(
-            target, max_tokens=max_tokens, law=law, end_ids=ends, stopped=stopped, prompt=prompt
-        )
+        share = 0.0
         try:
-            made = _walk(partial(engine.stream, prompt, seed=0, **request), count)
+            wanted = chain_law(
+                target, max_tokens=max_tokens, law=law, end_ids=ends, stopped=stopped,
+                prompt=prompt, most=None if toy else OUTPUTS,
+            )  # fmt: skip
+        except UsageError as error:
+            raise UsageError(f"Prompt {number + 1}: {error.problem}", hint=error.hint) from error
+        start = partial(engine.stream, prompt, seed=0, **request)
+        try:
+            made = _walk(start, count, seen, None if toy else _FewOfMany)
         except AssertionError as error:
             outputs = sum(map(len, compared))
-            return ExactReport("different", None, None, courses, outputs, broken=str(error))
+            return ExactReport(
+                "different", None, None, courses, outputs, broken=str(error), **facts
+            )
+        if abs(share - 1) > _LOST:
+            raise UsageError(
+                f"Prompt {number + 1}: the courses of chance have a probability of {share:.6g} "
+                "together, not 1, so something besides chance changes from one to the next.",
+                hint="Use a drafter that keeps nothing of earlier requests.",
+            )
         outcomes = [
             Outcome(number, o, wanted.get(o, 0.0), made.get(o, 0.0)) for o in {*made, *wanted}
         ]
@@ -318,4 +499,27 @@ def audit_exact(
         worst,
         laws=tuple(o for outcomes in compared for o in outcomes[:_DRAWN]),
         drafted_tokens=drafted,
+        **facts,
     )
+
+
+def _remembering(engine: Engine) -> Engine:
+    """The same engine, its target's contexts scored once."""
+    parts = getattr(engine.drafter, "parts", (engine.drafter,))
+    if any(isinstance(part, EarlyExitDrafter) for part in parts):
+        raise UsageError(
+            f"'{engine.drafter.name}' drafts on the target's own cache, which has no part in an "
+            "enumeration.",
+            hint="Use another drafter, or draw samples (without --enumerate and --remember).",
+        )
+    if isinstance(engine.model, Remembered):
+        return engine
+    if engine.model.rollback != "length":
+        raise RollbackError(
+            f"The cache of '{engine.model.name}' does not roll back by length, so its contexts "
+            "cannot be remembered.",
+            hint="Draw samples (without --enumerate).",
+        )
+    engine = copy(engine)
+    engine.model = Remembered(engine.model)
+    return engine

@@ -66,6 +66,13 @@ def audit(
     sampled: Annotated[
         bool, typer.Option("--sampled", help="Draw samples from a toy too, not its exact law.")
     ] = False,
+    walk: Annotated[
+        bool,
+        typer.Option(
+            "--enumerate",
+            help="Walk every course of chance, where few tokens can come; draw no samples.",
+        ),
+    ] = False,
     remember: Annotated[
         bool,
         typer.Option(
@@ -120,10 +127,10 @@ def audit(
 ) -> None:
     """Check that a configuration's outputs have the law of plain decoding.
 
-    A toy target's law is walked exactly. A real one is sampled both ways and the samples are
-    tested; under the coupled and greedy rules the outputs are compared token by token. With
-    --endpoint and --against two servers of OpenAI's protocol are compared; a key for them is
-    taken from OUTRIDER_API_KEY.
+    A toy target's law is walked exactly, and a real one's with --enumerate, each context scored
+    once. Else a real one is sampled both ways and the samples are tested; under the coupled and
+    greedy rules the outputs are compared token by token. With --endpoint and --against two servers
+    of OpenAI's protocol are compared; a key for them is taken from OUTRIDER_API_KEY.
 
     Exit codes: 0 consistent, 1 different or not exact by design, 3 not enough samples, or nothing
     tested because nothing was drafted.
@@ -154,6 +161,17 @@ def audit(
             "Servers are asked from one machine; got --endpoint and --ray.",
             hint="Leave one out; --concurrency asks several questions at a time.",
         )
+    for flag, given in (
+        ("--sampled", sampled),
+        ("--sequential", sequential),
+        ("--ray", ray),
+        ("--endpoint", endpoint is not None),
+    ):
+        if walk and given:
+            raise UsageError(
+                f"--enumerate walks every course of chance here, and draws no samples; got {flag}.",
+                hint=f"Leave out --enumerate or {flag}.",
+            )
     length = parse_length(draft_length)
     import outrider.audit.statistics  # tells a missing scipy
 
@@ -200,8 +218,8 @@ def audit(
         result |= {"target": target, "drafter": engine.drafter.name, "rule": chosen.name}
         if not chosen.exact:
             result |= _not_exact(chosen.name)
-        elif toy and not sampled and not remember:
-            result |= _exact(engine, [engine.encode(text) for text in texts], values, request)
+        elif walk or (toy and not sampled and not remember):
+            result |= _exact(screen, engine, texts, values, request)
         else:
             ids = [engine.encode(text) for text in texts]
             spread: AbstractContextManager[Any] = nullcontext((None, None))
@@ -257,20 +275,22 @@ def _not_exact(rule: str) -> dict[str, Any]:
 
 
 def _exact(
-    engine: Any, prompts: list[list[int]], values: Any, request: dict[str, Any]
+    screen: Screen, engine: Any, texts: list[str], values: Any, request: dict[str, Any]
 ) -> dict[str, Any]:
     from outrider.audit.exact import audit_exact
     from outrider.cli.findings import say_exact
 
-    report = audit_exact(
-        engine,
-        prompts,
-        max_tokens=request["max_tokens"],
-        sampling=values,
-        stop_token_ids=request["stop_token_ids"],
-        stop=request["stop"],
-    )
-    return report.to_dict() | {"sentence": say_exact(report, request["max_tokens"])}
+    with _bar(screen, "walking") as advance:
+        report = audit_exact(
+            engine,
+            [engine.encode(text) for text in texts],
+            max_tokens=request["max_tokens"],
+            sampling=values,
+            stop_token_ids=request["stop_token_ids"],
+            stop=request["stop"],
+            advance=advance,
+        )
+    return report.to_dict() | {"sentence": say_exact(report, request["max_tokens"], texts)}
 
 
 def _samples(
@@ -354,11 +374,11 @@ def _servers(
 
 
 @contextmanager
-def _bar(screen: Screen) -> Iterator[Callable[[int, int], None]]:
+def _bar(screen: Screen, doing: str = "drawing") -> Iterator[Callable[[int, int], None]]:
     from rich.progress import Progress
 
     with Progress(console=screen.err, transient=True, disable=not screen.err.is_terminal) as bar:
-        task = bar.add_task("drawing")
+        task = bar.add_task(doing)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 

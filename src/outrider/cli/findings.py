@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from outrider.audit.exact import TOLERANCE, ExactReport
@@ -15,18 +15,28 @@ if TYPE_CHECKING:
 
 __all__ = ["say_endpoints", "say_exact", "say_samples", "say_tokens", "table"]
 
+_TOLD, _CUT = 3, 60  # prompts that a sentence quotes, and characters of each
 
-def say_exact(report: ExactReport, max_tokens: int) -> str:
-    """Of an enumeration."""
+
+def say_exact(report: ExactReport, max_tokens: int, prompts: Sequence[str] = ()) -> str:
+    """Of an enumeration; ``prompts`` are their texts, told where the target is a real one."""
     if report.broken:
         return f"Different: {report.broken} Outputs then depend on each other's chance."
+    where = f" of '{report.target}' after {_quoted(prompts)}" if report.remembered else ""
     walked = (
         f"all {report.courses} courses of chance were walked, {_drafted(report)}, over "
-        f"{report.outputs} outputs of at most {max_tokens} tokens; the largest difference of a "
-        f"probability is {report.largest_difference:.2g} ({TOLERANCE:g} is rounding)"
+        f"{report.outputs} outputs of at most {max_tokens} tokens{where}; the largest "
+        f"difference of a probability is {report.largest_difference:.2g} ({TOLERANCE:g} is "
+        "rounding)"
     )
     if report.verdict == "consistent":
         unseen = "Other models, longer outputs and the seeded noise itself were not tested."
+        if report.remembered:
+            unseen = (
+                "Each context was scored once and remembered, so the target's own cache was not "
+                "tested, and neither were other prompts, sampling values, longer outputs and the "
+                "seeded noise itself."
+            )
         return f"Consistent: {walked}. {unseen}"
     assert report.worst
     _, tokens, plain, ours = report.worst
@@ -34,6 +44,13 @@ def say_exact(report: ExactReport, max_tokens: int) -> str:
         f"Different: {walked}, for tokens {list(tokens)}: {plain:.6g} in plain decoding, "
         f"{ours:.6g} here."
     )
+
+
+def _quoted(prompts: Sequence[str]) -> str:
+    """The first few prompts, cut where they are long."""
+    shown = [repr(p if len(p) <= _CUT else p[:_CUT] + "…") for p in prompts[:_TOLD]]
+    more = len(prompts) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")
 
 
 def _drafted(report: Any) -> str:
