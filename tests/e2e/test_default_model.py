@@ -79,10 +79,10 @@ def test_numbers_do_not_depend_on_the_block(smollm):
 
 
 @pytest.mark.parametrize("name", ["ngram", "script", "model", "tree"])
-@pytest.mark.parametrize("length", DRAFT_LENGTHS)
+@pytest.mark.parametrize("length", [1, 3, 8, 48])
 def test_greedy_equals_plain(smollm, shallow, plain, name, length):
     slow = length == 48 and name in ("model", "tree")  # some thousand steps of the draft a prompt
-    for prompt in FEW[:1] if slow else FEW:
+    for prompt in FEW[:1] if slow else FEW[1:3]:
         expected = plain(prompt)[:40]
         drafter = drafter_for(name, smollm, shallow, expected)
         found = smollm.generate(
@@ -191,14 +191,14 @@ class TestTransformersRuntime:
 
     @pytest.mark.parametrize("name", ["ngram", "script", "model"])
     def test_greedy_equals_plain(self, engine, shallow, name):
-        for prompt in FEW[1:3]:
-            expected = engine.generate(messages(prompt), max_tokens=40, plain=True).token_ids
-            drafter = drafter_for(name, engine, shallow, expected)
-            for length in (3, 8):
-                found = engine.generate(
-                    messages(prompt), max_tokens=40, drafter=drafter, draft_length=length
-                )
-                assert_same(engine, prompt, expected, found.token_ids)
+        prompt = FEW[1]
+        expected = engine.generate(messages(prompt), max_tokens=32, plain=True).token_ids
+        drafter = drafter_for(name, engine, shallow, expected)
+        for length in (3, 8):
+            found = engine.generate(
+                messages(prompt), max_tokens=32, drafter=drafter, draft_length=length
+            )
+            assert_same(engine, prompt, expected, found.token_ids)
 
     def test_coupled_gives_the_same_text_for_the_same_seed(self, engine, shallow):
         request = {"max_tokens": 32, "seed": 1, "rule": "coupled", "temperature": 0.7, "top_p": 0.9}
