@@ -1,10 +1,13 @@
 """Audits of the default model with every rule and drafter, as a table.
 
     python -m benchmarks.certify --json certify.jsonl [--write-docs]
+    python -m benchmarks.certify --enumerate --json exact.jsonl [--write-docs]
 
 Each configuration is audited as ``outrider audit --remember`` does it; samples of plain decoding
-are drawn once for each temperature and serve all. A finished configuration is appended to the
-file at once, so a run that was broken off goes on where it stopped.
+are drawn once for each temperature and serve all. With ``--enumerate`` no samples are drawn: the
+exact law of shorter outputs is walked, as by ``outrider audit --enumerate``. A finished
+configuration is appended to the file at once, so a run that was broken off goes on where it
+stopped.
 """
 
 from __future__ import annotations
@@ -19,11 +22,14 @@ import torch
 
 from benchmarks.drafts import blurred
 from outrider import Engine
+from outrider.audit.exact import audit_exact
 from outrider.audit.remembered import Remembered
 from outrider.audit.sampled import audit_tokens
 from outrider.audit.statistics import Stratum, compare
+from outrider.core.processors import Sampling
 from outrider.drafters.shape import Static
 from outrider.engine.prefix import Prefix
+from outrider.errors import UsageError
 from outrider.models.heads.folder import shipped_head
 from outrider.protocols import Drafter, TappedModel
 
@@ -40,7 +46,13 @@ TOKENS = 3
 PAIRS = 200
 """Outputs compared token by token."""
 DOCS = Path(__file__).parent.parent / "docs" / "audits.md"
+WALKED, FEW = 3, 3
+"""Tokens of the outputs whose exact law is walked, and top-k there: both bound what can come. One
+token fewer where there are too many courses of chance all the same."""
+OPEN = "The best thing about this town is"
+"""A prompt that can go on in many ways, walked beside the others."""
 BEGIN, END = "<!-- table -->", "<!-- end of table -->"
+BEGIN_EXACT, END_EXACT = "<!-- exact table -->", "<!-- end of exact table -->"
 
 
 def configurations(base: Engine) -> Iterator[tuple[str, str, Drafter | str, int]]:
@@ -101,6 +113,55 @@ def audit(temperature: float, path: Path, runtime: str, alpha: float = 1e-3) -> 
             file.write(json.dumps(row) + "\n")
 
 
+def walk(temperature: float, path: Path, runtime: str) -> None:
+    """Each configuration's exact law."""
+    done = {(r["temperature"], r["rule"], r["drafter"]) for r in read(path)}
+    base = Engine.load(TARGET, drafter="none", runtime=runtime)
+    base.model = Remembered(base.model)
+    prompts = [base.encode(text) for text in (PROMPTS[temperature], OPEN)]
+    sampling = Sampling(temperature=temperature, top_p=TOP_P, top_k=FEW)
+    for rule, name, drafter, length in configurations(base):
+        if (temperature, rule, name) in done:
+            continue
+        engine = Engine(base.model, base.tokenizer, drafter=drafter, rule=rule, draft_length=length)
+        tokens = WALKED
+        try:
+            report = audit_exact(engine, prompts, max_tokens=tokens, sampling=sampling)
+        except UsageError as error:
+            print(f"{rule}, {name}: {error}", flush=True)
+            tokens -= 1
+            report = audit_exact(engine, prompts, max_tokens=tokens, sampling=sampling)
+        row = {
+            "tokens": tokens,
+            "temperature": temperature,
+            "rule": rule,
+            "drafter": name,
+            "verdict": report.verdict,
+            "outputs": report.outputs,
+            "courses": report.courses,
+            "drafted_tokens": report.drafted_tokens,
+            "largest_difference": report.largest_difference,
+        }
+        print(row, flush=True)
+        with path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def exact_table(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        "| temperature | rule | drafter | tokens | outputs | courses of chance | drafted | verdict "
+        "| largest difference |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for r in rows:
+        cells = (
+            r["temperature"], r["rule"], r["drafter"], r["tokens"], r["outputs"],
+            r["courses"], r["drafted_tokens"], r["verdict"], f"{r['largest_difference']:.1e}",
+        )  # fmt: skip
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)
+
+
 def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -127,16 +188,20 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, choices=list(PROMPTS), action="append")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--runtime", default="auto")
+    parser.add_argument("--enumerate", action="store_true", help="walk exact laws instead")
     parser.add_argument("--write-docs", action="store_true", help=f"the table goes into {DOCS}")
     arguments = parser.parse_args()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     for temperature in arguments.temperature or PROMPTS:
-        audit(temperature, arguments.json, arguments.runtime)
+        run = walk if arguments.enumerate else audit
+        run(temperature, arguments.json, arguments.runtime)
     if arguments.write_docs:
+        begin, end = (BEGIN_EXACT, END_EXACT) if arguments.enumerate else (BEGIN, END)
+        written = (exact_table if arguments.enumerate else table)(read(arguments.json))
         text = DOCS.read_text()
-        head, rest = text.split(BEGIN)[0], text.split(END)[1]
-        DOCS.write_text(f"{head}{BEGIN}\n{table(read(arguments.json))}\n{END}{rest}")
+        head, rest = text.split(begin)[0], text.split(end)[1]
+        DOCS.write_text(f"{head}{begin}\n{written}\n{end}{rest}")
 
 
 if __name__ == "__main__":

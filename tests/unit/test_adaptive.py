@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from outrider import Engine
+from outrider.core.chooser import SeededChooser
 from outrider.core.distribution import Distribution
 from outrider.core.price import NOMINAL, Price
 from outrider.core.proposal import Proposal
@@ -19,6 +20,8 @@ from outrider.models.tokenizer import ToyTokenizer
 from outrider.models.toy import ToyModel
 from outrider.policies.adaptive import Adaptive
 from outrider.policies.fixed import Fixed
+from outrider.rules.coupled import Coupled
+from outrider.rules.greedy import Greedy
 
 FREE = Price((1, 2), (1.0, 1.0))
 DEAR = Price((1, 2), (1.0, 1.5))
@@ -216,10 +219,32 @@ def test_toys_have_nominal_prices():
 def test_steps_of_each_part_of_a_mixed_drafter():
     target = ToyModel.random(6, 1)
     part = ModelDrafter(ToyModel.random(6, 2))
-    assert pricing.with_steps(NOMINAL, target, part) is NOMINAL
-    steps = pricing.with_steps(DEAR, target, part).steps
+    assert pricing.with_steps(NOMINAL, target, part, Greedy()) is NOMINAL
+    steps = pricing.with_steps(DEAR, target, part, Greedy()).steps
     assert list(steps) == ["model"]
     assert steps["model"] > 0
+
+
+@pytest.mark.parametrize(("rule", "draws"), [(Greedy(), False), (Coupled(), True)])
+def test_a_step_is_priced_as_the_rule_drafts(monkeypatch, rule, draws):
+    drawn = []
+    monkeypatch.setattr(
+        SeededChooser, "draw", lambda self, law, place: drawn.append(place) or law.argmax()
+    )
+    e = engine()
+    pricing.with_steps(DEAR, e.model, e.drafter, rule)
+    assert bool(drawn) is draws
+
+
+def test_each_rule_has_steps_of_its_own(monkeypatch):
+    steps = {"greedy": 1.0, "coupled": 2.0}
+    monkeypatch.setattr("outrider.engine.engine.measure_rows", lambda model: DEAR)
+    monkeypatch.setattr(
+        "outrider.engine.engine.with_steps", lambda p, m, d, r: replace(p, step=steps[r.name])
+    )
+    e = engine()
+    for rule in (Greedy(), Coupled(), Greedy()):
+        assert e.price(rule=rule).step == steps[rule.name]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -249,7 +274,7 @@ def test_a_seed_gives_the_same_text_on_every_machine(monkeypatch, drafter, rule)
         for step in (0.0, 5.0):
             monkeypatch.setattr("outrider.engine.engine.measure_rows", lambda model, p=price: p)
             monkeypatch.setattr(
-                "outrider.engine.engine.with_steps", lambda p, m, d, s=step: replace(p, step=s)
+                "outrider.engine.engine.with_steps", lambda p, m, d, r, s=step: replace(p, step=s)
             )
             e = Engine.load("toy:vocab=5,seed=7", drafter=drafter, rule=rule)
             outs = [e.generate("abcab", max_tokens=24, temperature=1.0, seed=i) for i in range(5)]

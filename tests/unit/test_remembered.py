@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from outrider import Engine
-from outrider.audit.remembered import Remembered
+from outrider.audit.remembered import Remembered, remembering
 from outrider.core.proposal import Proposal
 from outrider.drafters.eagle import EagleDrafter
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.shape import Chain, Dynamic, Static
+from outrider.errors import UsageError
 from outrider.models.hf import HFModel
 from outrider.models.toy import ToyModel
 from tests.small_models import module, native, some_tokens
@@ -99,3 +100,10 @@ def test_heads_read_remembered_hidden_states(shape, rule):
         assert a.token_ids == b.token_ids
         assert [r.drafted for r in a.trace.rounds] == [r.drafted for r in b.trace.rounds]
         assert a.trace.summary()["drafted_tokens"] > 0
+
+
+@pytest.mark.parametrize("drafter", ["early_exit:1", "suffix+early_exit:1"])
+def test_drafts_on_the_targets_own_cache_are_refused(one_thread, drafter):
+    engine = Engine(native(module("llama")), drafter=drafter, rule="rejection")
+    with pytest.raises(UsageError, match="drafts on the target's own cache"):
+        remembering(engine)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -14,19 +13,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from outrider.audit.remembered import Remembered
+from outrider.audit.remembered import remembering
 from outrider.core.chooser import Chooser, Place, SeededChooser, enumerate_outcomes
 from outrider.core.distribution import Distribution
 from outrider.core.processors import Context, Law, Sampling
 from outrider.core.proposal import Proposal
 from outrider.core.trace import Trace
 from outrider.drafters.beside import begin, new_cache
-from outrider.drafters.early_exit import EarlyExitDrafter
 from outrider.engine.engine import Engine
 from outrider.engine.generation import Generation, Output
 from outrider.engine.round import Session
 from outrider.engine.transcript import Transcript
-from outrider.errors import RollbackError, UsageError
+from outrider.errors import UsageError
 from outrider.models.toy import ToyModel
 from outrider.policies.fixed import Fixed
 from outrider.protocols import Drafter, Model, Policy, Rule
@@ -409,6 +407,7 @@ def audit_exact(
 
     Example
     -------
+    >>> from outrider.audit.remembered import Remembered
     >>> model = Remembered(ToyModel.random(30, seed=1))
     >>> few = Sampling(temperature=1.0, top_k=2)
     >>> engine = Engine(model, rule="rejection")
@@ -417,7 +416,7 @@ def audit_exact(
     """
     toy = isinstance(engine.model, ToyModel)
     if not toy:
-        engine = _remembering(engine)
+        engine = remembering(engine)
     target = engine.model
     if toy and (size := target.vocab_size**max_tokens) > LIMIT:
         raise UsageError(
@@ -501,25 +500,3 @@ def audit_exact(
         drafted_tokens=drafted,
         **facts,
     )
-
-
-def _remembering(engine: Engine) -> Engine:
-    """The same engine, its target's contexts scored once."""
-    parts = getattr(engine.drafter, "parts", (engine.drafter,))
-    if any(isinstance(part, EarlyExitDrafter) for part in parts):
-        raise UsageError(
-            f"'{engine.drafter.name}' drafts on the target's own cache, which has no part in an "
-            "enumeration.",
-            hint="Use another drafter, or draw samples (without --enumerate and --remember).",
-        )
-    if isinstance(engine.model, Remembered):
-        return engine
-    if engine.model.rollback != "length":
-        raise RollbackError(
-            f"The cache of '{engine.model.name}' does not roll back by length, so its contexts "
-            "cannot be remembered.",
-            hint="Draw samples (without --enumerate).",
-        )
-    engine = copy(engine)
-    engine.model = Remembered(engine.model)
-    return engine

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from copy import copy
 from typing import Any, cast
 
 import torch
@@ -12,10 +13,13 @@ from torch import Tensor
 
 from outrider.core.proposal import Proposal
 from outrider.core.sequences import common_prefix
+from outrider.drafters.early_exit import EarlyExitDrafter
+from outrider.engine.engine import Engine
+from outrider.errors import RollbackError, UsageError
 from outrider.models.toy import ContextModel, ToyCache
 from outrider.protocols import Cache, Model, TappedModel
 
-__all__ = ["Remembered"]
+__all__ = ["Remembered", "remembering"]
 
 _BYTES = 2 * 2**30
 
@@ -127,3 +131,33 @@ class _HiddenOf:
     def first(self, length: int) -> Float[Tensor, "length widths"]:
         """Of the first tokens."""
         return self._states.after(tuple(self._cache.tokens[:length]))
+
+
+def remembering(engine: Engine) -> Engine:
+    """The same engine, its target's contexts scored once.
+
+    Raises
+    ------
+    UsageError
+        When the drafter runs layers of the target on the target's own cache.
+    RollbackError
+        When the target's cache does not roll back by length.
+    """
+    parts = getattr(engine.drafter, "parts", (engine.drafter,))
+    if any(isinstance(part, EarlyExitDrafter) for part in parts):
+        raise UsageError(
+            f"'{engine.drafter.name}' drafts on the target's own cache, which has no part where "
+            "contexts are remembered.",
+            hint="Use another drafter, or draw samples (without --enumerate and --remember).",
+        )
+    if isinstance(engine.model, Remembered):
+        return engine
+    if engine.model.rollback != "length":
+        raise RollbackError(
+            f"The cache of '{engine.model.name}' does not roll back by length, so its contexts "
+            "cannot be remembered.",
+            hint="Draw samples (without --enumerate and --remember).",
+        )
+    engine = copy(engine)
+    engine.model = Remembered(engine.model)
+    return engine

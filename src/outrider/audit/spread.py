@@ -51,9 +51,9 @@ class MakeAuditor:
         """Load the target."""
         engine = Engine.load(self.target, **self.load)
         if self.remember:
-            from outrider.audit.remembered import Remembered
+            from outrider.audit.remembered import remembering
 
-            engine.model = Remembered(engine.model)
+            engine = remembering(engine)
         return Auditor(engine, self.prompts, self.request)
 
 

@@ -210,9 +210,9 @@ def audit(
         }  # fmt: skip
         engine = load_engine(screen, target, temperature=values.temperature, **load)
         if remember:
-            from outrider.audit.remembered import Remembered
+            from outrider.audit.remembered import remembering
 
-            engine.model = Remembered(engine.model)
+            engine = remembering(engine)
             result["remembered"] = True
         chosen = engine.make_rule(values)
         result |= {"target": target, "drafter": engine.drafter.name, "rule": chosen.name}

@@ -155,7 +155,7 @@ class Engine:
         self._asked = drafter
         self._grammars: Grammars | None = None
         self._rows: tuple[Model, Price] | None = None
-        self._prices: dict[int, tuple[Drafter, Price]] = {}
+        self._prices: dict[tuple[int, str], tuple[Drafter, Price]] = {}
         self._auto = isinstance(drafter, str) and drafter == "auto"
         self.follows_profile = True  # of outrider tune; which itself must not
         self._profile: tuple[Profile | None] | None = None
@@ -567,9 +567,10 @@ class Engine:
         if self._rows is None or self._rows[0] is not self.model:
             self._rows = self.model, measure_rows(self.model)
             self._prices.clear()
-        if id(draft) not in self._prices:  # the drafter is kept, so that its id stays its own
-            self._prices[id(draft)] = draft, with_steps(self._rows[1], self.model, draft)
-        return self._prices[id(draft)][1]
+        key = id(draft), rule.name
+        if key not in self._prices:  # the drafter is kept, so that its id stays its own
+            self._prices[key] = draft, with_steps(self._rows[1], self.model, draft, rule)
+        return self._prices[key][1]
 
     def make_drafter(self, drafter: Any, *, trees: bool = True) -> Drafter:
         """A drafter from a name, a transformers model or a drafter object.

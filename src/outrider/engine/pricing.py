@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from time import perf_counter
 
-from outrider.core.distribution import Distribution
+from outrider.core.chooser import SeededChooser
 from outrider.core.price import NOMINAL, Price
+from outrider.core.processors import Law
 from outrider.core.proposal import Proposal
 from outrider.drafters.beside import begin, new_cache
-from outrider.protocols import Drafter, Model, Pick
+from outrider.engine.round import Session, make_pick
+from outrider.policies.fixed import Fixed
+from outrider.protocols import Drafter, Model, Rule
 
 __all__ = ["measure_rows", "with_steps"]
 
@@ -40,8 +43,9 @@ def measure_rows(model: Model) -> Price:
     return Price.measured(seconds) if seconds[1] >= _LEAST_S else NOMINAL
 
 
-def with_steps(price: Price, model: Model, drafter: Drafter) -> Price:
-    """The same with a step of the drafter, or of each part of a mixed one."""
+def with_steps(price: Price, model: Model, drafter: Drafter, rule: Rule) -> Price:
+    """The same with a step of the drafter, or of each part of a mixed one, under a rule: drawing
+    from a whole vocabulary takes longer than finding its largest number."""
     if price is NOMINAL or drafter.name == "none":
         return price
     parts: tuple[Drafter, ...] = getattr(drafter, "parts", (drafter,))
@@ -49,33 +53,36 @@ def with_steps(price: Price, model: Model, drafter: Drafter) -> Price:
     if not slow:
         return price
     one = _seconds(model, (1,))[1]
-    return replace(price, steps={part.name: _step_seconds(model, part) / one for part in slow})
+    steps = {part.name: _step_seconds(model, part, rule) / one for part in slow}
+    return replace(price, steps=steps)
 
 
-def _step_seconds(model: Model, drafter: Drafter) -> float:
+def _step_seconds(model: Model, drafter: Drafter, rule: Rule) -> float:
     """Of a proposal of one token, after a text that repeats itself and grows by one each time."""
     text = [i % min(_PERIOD, model.vocab_size) for i in range(_CONTEXT + _TURNS + 1)]
-    cache = new_cache(model, drafter, len(text) + 1)
-    session = begin(drafter, text[:_CONTEXT], len(text) + 1, cache)
+    limit = len(text) + 1
+    cache = new_cache(model, drafter, limit)
+    session = Session(
+        model=model,
+        cache=cache,
+        draft=begin(drafter, text[:_CONTEXT], limit, cache),
+        rule=rule,
+        policy=Fixed(1),
+        law=Law(greedy=rule.name == "greedy"),
+        chooser=SeededChooser(0),
+        tokens=text[:_CONTEXT],
+        prompt_length=_CONTEXT,
+        limit=limit,
+    )
     times = []
-    for n in range(_CONTEXT, len(text)):
-        model.prefill(cache, text[cache.length : n - 1], None)
+    for token in text[_CONTEXT:]:
+        model.prefill(cache, session.tokens[cache.length : -1], None)
+        pick = make_pick(session)
         started = perf_counter()
-        session.propose(text[:n], 1, _SIMPLE)
+        session.draft.propose(session.tokens, 1, pick)
         times.append(perf_counter() - started)
+        session.tokens.append(token)
     return min(times[1:])  # the first one feeds the whole text
-
-
-def _best(q: Distribution, *where: int) -> tuple[int, None]:
-    return q.argmax(), None
-
-
-_SIMPLE = Pick(
-    lambda logits, path: Distribution.softmax(logits.float()),
-    _best,
-    lambda q, count, *where: [(token, None) for token in q.most_probable(count)],
-)
-"""A choice without processors, which costs what any does."""
 
 
 def _seconds(model: Model, rows: tuple[int, ...]) -> dict[int, float]:

@@ -18,7 +18,7 @@ from outrider.core.verdict import Verdict
 from outrider.errors import ProposalError
 from outrider.protocols import Cache, DraftSession, Model, Pacing, Pick, Policy, Rule
 
-__all__ = ["Drafted", "Played", "Session", "close", "draft", "judge", "play_round"]
+__all__ = ["Drafted", "Played", "Session", "close", "draft", "judge", "make_pick", "play_round"]
 
 _MOST_PENDING = 32
 """A cache that goes back by snapshots leaves accepted tokens to be fed again; when so many
@@ -101,7 +101,7 @@ def draft(s: Session) -> Drafted:
     if len(pending) > _MOST_PENDING:
         length = 0
 
-    proposal = s.draft.propose(s.tokens, length, _pick(s))
+    proposal = s.draft.propose(s.tokens, length, make_pick(s))
     _check(proposal, length, s.model.vocab_size)
     if s.pacing is not None:
         proposal = s.pacing.trim(proposal)
@@ -125,10 +125,10 @@ def judge(s: Session, drafted: Drafted, logits: Float[Tensor, "rows V"], score_s
 
 def close(s: Session) -> None:
     """Let the drafter see how the text ended: a call for nothing, as in a round without a draft."""
-    s.draft.propose(s.tokens, 0, _pick(s))
+    s.draft.propose(s.tokens, 0, make_pick(s))
 
 
-def _pick(s: Session) -> Pick:
+def make_pick(s: Session) -> Pick:
     """How the drafter is to choose in this round, under the rule and the processors in force."""
     position = len(s.tokens) - s.prompt_length
 
