@@ -8,6 +8,7 @@ ratios of probabilities lose their meaning in half precision.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -15,6 +16,14 @@ from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
 __all__ = ["Distribution"]
+
+
+@lru_cache(maxsize=8)
+def _all_ids(size: int) -> Int64[np.ndarray, " V"]:
+    """0 ... size - 1, which every law over a whole vocabulary shares."""
+    ids = np.arange(size)
+    ids.flags.writeable = False
+    return ids
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -63,7 +72,7 @@ class Distribution:
     def dense(cls, weights: object) -> Distribution:
         """From one non-negative weight for each token of the vocabulary, normalised."""
         array = np.asarray(weights, dtype=np.float64)
-        return cls.of(np.arange(len(array)), array, len(array))
+        return cls.of(_all_ids(len(array)), array, len(array))
 
     @classmethod
     def one_hot(cls, token: int, vocab_size: int) -> Distribution:
@@ -73,14 +82,9 @@ class Distribution:
     @classmethod
     def softmax(cls, scores: Float[Tensor, " V"]) -> Distribution:
         """exp(scores) normalised; a score of minus infinity is a token that cannot come."""
-        kept = torch.isfinite(scores)
-        if bool(kept.all()):
-            ids, values = torch.arange(len(scores)), scores
-        else:
-            ids = kept.nonzero().squeeze(-1)
-            values = scores[ids]
-        weights = torch.exp(values.double() - values.double().max())
-        return cls.of(ids.cpu().numpy(), weights.cpu().numpy(), len(scores))
+        weights = scores.to(torch.float64, copy=True)
+        weights = weights.sub_(weights.max()).exp_()
+        return cls.of(_all_ids(len(scores)), weights.numpy(force=True), len(scores))
 
     def __getitem__(self, token: int) -> float:
         """The probability of one token; 0.0 outside the support."""

@@ -1,6 +1,6 @@
 """The few loops that must be vectors, written as LLVM vectors.
 
-Numba compiles everything else. These four are where the time goes, and where the order of a
+Numba compiles everything else. These three are where the time goes, and where the order of a
 float sum must not depend on what a compiler makes of a loop: each accumulates one term at a
 time, in the order of the keys or inputs, with a fused multiply-add. ``<64 x float>`` and the like
 are split by LLVM into whatever registers the processor has.
