@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,6 @@ from outrider.audit.statistics import Stratum, compare
 from outrider.core.processors import Sampling
 from outrider.drafters.shape import Static
 from outrider.engine.prefix import Prefix
-from outrider.errors import UsageError
 from outrider.models.heads.folder import shipped_head
 from outrider.protocols import Drafter, TappedModel
 
@@ -39,6 +38,7 @@ PROMPTS = {
     1.0: "red, green, blue, red, green,",
 }
 """At each temperature: they repeat themselves, so that prompt lookup has something to propose."""
+RULES = ("rejection", "block", "coupled")
 SAMPLES = {0.5: 8000, 1.0: 14000}
 """Outputs of each kind at each temperature: enough to see a bias of 5 % at every position."""
 TOP_P = 0.9
@@ -47,18 +47,20 @@ PAIRS = 200
 """Outputs compared token by token."""
 DOCS = Path(__file__).parent.parent / "docs" / "audits.md"
 WALKED, FEW = 3, 3
-"""Tokens of the outputs whose exact law is walked, and top-k there: both bound what can come. One
-token fewer where there are too many courses of chance all the same."""
+"""Tokens of the outputs whose exact law is walked, and top-k there: both bound what can come. For
+trees at the higher temperature one token fewer."""
 OPEN = "The best thing about this town is"
 """A prompt that can go on in many ways, walked beside the others."""
 BEGIN, END = "<!-- table -->", "<!-- end of table -->"
 BEGIN_EXACT, END_EXACT = "<!-- exact table -->", "<!-- end of exact table -->"
 
 
-def configurations(base: Engine) -> Iterator[tuple[str, str, Drafter | str, int]]:
+def configurations(
+    base: Engine, rules: Sequence[str]
+) -> Iterator[tuple[str, str, Drafter | str, int]]:
     """Rule, drafter's name, drafter, draft length."""
     heads = isinstance(base.model, TappedModel) and shipped_head(TARGET)
-    for rule in ("rejection", "block", "coupled"):
+    for rule in rules:
         trees = rule != "block"  # it judges chains
         yield rule, "ngram", "ngram", 2
         yield rule, "suffix", "suffix", 2
@@ -83,14 +85,16 @@ def draw(engine: Engine, ids: list[int], count: int, seed: int, **request: Any) 
     return outputs
 
 
-def audit(temperature: float, path: Path, runtime: str, alpha: float = 1e-3) -> None:
+def audit(
+    temperature: float, path: Path, runtime: str, rules: Sequence[str], alpha: float = 1e-3
+) -> None:
     done = {(r["temperature"], r["rule"], r["drafter"]) for r in read(path)}
     base = Engine.load(TARGET, drafter="none", runtime=runtime)
     base.model = Remembered(base.model)
     ids = base.encode(PROMPTS[temperature])
     request = {"max_tokens": TOKENS, "temperature": temperature, "top_p": TOP_P}
     samples, plain = SAMPLES[temperature], None
-    for rule, name, drafter, length in configurations(base):
+    for rule, name, drafter, length in configurations(base, rules):
         if (temperature, rule, name) in done:
             continue
         engine = Engine(base.model, base.tokenizer, drafter=drafter, rule=rule, draft_length=length)
@@ -113,24 +117,19 @@ def audit(temperature: float, path: Path, runtime: str, alpha: float = 1e-3) -> 
             file.write(json.dumps(row) + "\n")
 
 
-def walk(temperature: float, path: Path, runtime: str) -> None:
+def walk(temperature: float, path: Path, runtime: str, rules: Sequence[str]) -> None:
     """Each configuration's exact law."""
     done = {(r["temperature"], r["rule"], r["drafter"]) for r in read(path)}
     base = Engine.load(TARGET, drafter="none", runtime=runtime)
     base.model = Remembered(base.model)
     prompts = [base.encode(text) for text in (PROMPTS[temperature], OPEN)]
     sampling = Sampling(temperature=temperature, top_p=TOP_P, top_k=FEW)
-    for rule, name, drafter, length in configurations(base):
+    for rule, name, drafter, length in configurations(base, rules):
         if (temperature, rule, name) in done:
             continue
         engine = Engine(base.model, base.tokenizer, drafter=drafter, rule=rule, draft_length=length)
-        tokens = WALKED
-        try:
-            report = audit_exact(engine, prompts, max_tokens=tokens, sampling=sampling)
-        except UsageError as error:
-            print(f"{rule}, {name}: {error}", flush=True)
-            tokens -= 1
-            report = audit_exact(engine, prompts, max_tokens=tokens, sampling=sampling)
+        tokens = WALKED - (temperature == max(PROMPTS) and "tree" in name)
+        report = audit_exact(engine, prompts, max_tokens=tokens, sampling=sampling)
         row = {
             "tokens": tokens,
             "temperature": temperature,
@@ -153,7 +152,7 @@ def exact_table(rows: list[dict[str, Any]]) -> str:
         "| largest difference |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for r in rows:
+    for r in _in_order(rows):
         cells = (
             r["temperature"], r["rule"], r["drafter"], r["tokens"], r["outputs"],
             r["courses"], r["drafted_tokens"], r["verdict"], f"{r['largest_difference']:.1e}",
@@ -166,13 +165,16 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def _in_order(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return sorted(rows, key=lambda r: (r["temperature"], RULES.index(r["rule"])))
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     lines = [
         "| temperature | rule | drafter | outputs a side | verdict | Holm p | bias seen |",
         "|---|---|---|---|---|---|---|",
     ]
-    order = ["rejection", "block", "coupled"]
-    for r in sorted(rows, key=lambda r: (r["temperature"], order.index(r["rule"]))):
+    for r in _in_order(rows):
         if r["rule"] == "coupled":
             p, bias = "token by token", f"{r['differences']} differences"
         else:
@@ -186,6 +188,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, default=Path("certify.jsonl"))
     parser.add_argument("--temperature", type=float, choices=list(PROMPTS), action="append")
+    parser.add_argument("--rule", choices=RULES, action="append", help="of all by default")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--runtime", default="auto")
     parser.add_argument("--enumerate", action="store_true", help="walk exact laws instead")
@@ -195,7 +198,7 @@ def main() -> None:
         torch.set_num_threads(arguments.threads)
     for temperature in arguments.temperature or PROMPTS:
         run = walk if arguments.enumerate else audit
-        run(temperature, arguments.json, arguments.runtime)
+        run(temperature, arguments.json, arguments.runtime, arguments.rule or RULES)
     if arguments.write_docs:
         begin, end = (BEGIN_EXACT, END_EXACT) if arguments.enumerate else (BEGIN, END)
         written = (exact_table if arguments.enumerate else table)(read(arguments.json))
