@@ -79,10 +79,13 @@ def test_numbers_do_not_depend_on_the_block(smollm):
 
 
 @pytest.mark.parametrize("name", ["ngram", "script", "model", "tree"])
-@pytest.mark.parametrize("length", [1, 3, 8, 48])
-def test_greedy_equals_plain(smollm, shallow, plain, name, length):
+@pytest.mark.parametrize("prompts", [FEW[1:3], pytest.param(FEW, marks=pytest.mark.slow)], ids=len)
+@pytest.mark.parametrize(
+    "length", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 5)), 3, 8, 48]
+)
+def test_greedy_equals_plain(smollm, shallow, plain, name, length, prompts):
     slow = length == 48 and name in ("model", "tree")  # some thousand steps of the draft a prompt
-    for prompt in FEW[:1] if slow else FEW[1:3]:
+    for prompt in prompts[:1] if slow else prompts:
         expected = plain(prompt)[:40]
         drafter = drafter_for(name, smollm, shallow, expected)
         found = smollm.generate(
@@ -190,13 +193,15 @@ class TestTransformersRuntime:
         assert found.same_bits, found
 
     @pytest.mark.parametrize("name", ["ngram", "script", "model"])
-    def test_greedy_equals_plain(self, engine, shallow, name):
-        prompt = FEW[1]
-        expected = engine.generate(messages(prompt), max_tokens=32, plain=True).token_ids
+    @pytest.mark.parametrize(
+        "prompt", [FEW[1], pytest.param(FEW[2], marks=pytest.mark.slow)], ids=len
+    )
+    def test_greedy_equals_plain(self, engine, shallow, name, prompt):
+        expected = engine.generate(messages(prompt), max_tokens=40, plain=True).token_ids
         drafter = drafter_for(name, engine, shallow, expected)
         for length in (3, 8):
             found = engine.generate(
-                messages(prompt), max_tokens=32, drafter=drafter, draft_length=length
+                messages(prompt), max_tokens=40, drafter=drafter, draft_length=length
             )
             assert_same(engine, prompt, expected, found.token_ids)
 

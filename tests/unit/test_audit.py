@@ -11,7 +11,6 @@ from outrider import Engine
 from outrider.audit import exact
 from outrider.audit.exact import (
     LIMIT,
-    SHARED,
     TOLERANCE,
     audit_exact,
     chain_law,
@@ -21,6 +20,7 @@ from outrider.audit.exact import (
 from outrider.audit.remembered import Remembered
 from outrider.audit.sampled import Samples, audit_samples, audit_tokens, outputs_needed
 from outrider.core.processors import Sampling
+from outrider.core.race import MOST
 from outrider.drafters.model import ModelDrafter
 from outrider.errors import RollbackError, UsageError
 from outrider.models.hf import HFModel
@@ -264,8 +264,8 @@ def test_too_many_courses_are_told_with_how_far_the_walk_came(monkeypatch):
 
 
 def test_too_many_tokens_on_one_noise_are_told():
-    sampling = Sampling(temperature=1.0, top_k=SHARED + 1)
-    with pytest.raises(UsageError, match=rf"on the same noise; at most {SHARED}"):
+    sampling = Sampling(temperature=1.0, top_k=MOST + 1)
+    with pytest.raises(UsageError, match=rf"on the same noise; at most {MOST}"):
         audit_exact(remembering("coupled", 40), [PROMPT], max_tokens=2, sampling=sampling)
 
 

@@ -14,8 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from outrider.audit.remembered import remembering
-from outrider.core.chooser import Chooser, Place, SeededChooser, enumerate_outcomes
-from outrider.core.distribution import Distribution
+from outrider.core.chooser import Chooser, SeededChooser, enumerate_outcomes
 from outrider.core.processors import Context, Law, Sampling
 from outrider.core.proposal import Proposal
 from outrider.core.trace import Trace
@@ -33,7 +32,6 @@ __all__ = [
     "COURSES",
     "LIMIT",
     "OUTPUTS",
-    "SHARED",
     "TOLERANCE",
     "ExactReport",
     "Outcome",
@@ -59,9 +57,6 @@ of the target, some 50 ms of ``smollm2-135m`` on two busy cores."""
 
 COURSES = 6000
 """Most courses of chance, over all prompts, that are walked on any other model: a minute or two."""
-
-SHARED = 10
-"""Most tokens among which draws on one noise are walked: a volume in one dimension less."""
 
 _DRAWN = 40  # outputs that a picture shows, for each prompt
 _LOST = 1e-9  # of probability, by rounding in a sum over all courses
@@ -142,7 +137,6 @@ def _walk(
     start: Callable[[], Generation],
     on_course: Callable[[Trace], None] | None = None,
     seen: Callable[[float], None] = lambda share: None,
-    wrap: Callable[[Chooser], Chooser] | None = None,
 ) -> Outputs:
     """The law of a generation's output, every course of its chance walked.
 
@@ -151,7 +145,7 @@ def _walk(
 
     def program(chooser: Chooser) -> Output:
         generation = start()
-        generation.session.chooser = wrap(chooser) if wrap else chooser
+        generation.session.chooser = chooser
         return generation.output
 
     outputs: Outputs = defaultdict(float)
@@ -162,78 +156,6 @@ def _walk(
             on_course(output.trace)
         seen(share := share + weight)
     return dict(outputs)
-
-
-class _FewOfMany:
-    """An enumerating chooser for a large vocabulary of which few tokens can come.
-
-    Draws that share noise are walked by the volume of a polytope with a dimension for each token.
-    Ratios of some exponential noises do not depend on the others, so tokens that none of the draws
-    at a place can give are left out, and the law given the earlier draws is asked for as a new one.
-    """
-
-    def __init__(self, chooser: Chooser) -> None:
-        self._chooser = chooser
-        self._drawn: dict[Place, list[tuple[Distribution, int]]] = {}
-
-    def accept(self, probability: float, place: Place) -> bool:
-        """As the chooser does."""
-        return self._chooser.accept(probability, place)
-
-    def draw(self, law: Distribution, place: Place) -> int:
-        """As the chooser does, and where noise is shared, among the tokens that can come."""
-        if place.purpose != "target":
-            return self._chooser.draw(law, place)
-        earlier = self._drawn.setdefault(place, [])
-        if not earlier:
-            token = self._chooser.draw(law, place)
-        else:
-            # The noise of this place is in the law already, so the question is a new one.
-            own = place._replace(node=-len(earlier))
-            token = self._chooser.draw(_given(earlier, law), own)
-        earlier.append((law, token))
-        return token
-
-    def race(self, law: Distribution, place: Place, count: int) -> list[int]:
-        """One draw after another, each without the tokens that came before."""
-        found: list[int] = []
-        left: Distribution | None = law
-        while left is not None and len(found) < count:
-            found.append(self.draw(left, place))
-            left = left.without(found[-1])
-        return found
-
-
-def _given(earlier: Sequence[tuple[Distribution, int]], law: Distribution) -> Distribution:
-    """The law of one more draw, given what earlier ones on the same noise gave.
-
-    Tokens that only one of the draws can give, and that none gave, are one runner: the first of
-    several exponential noises to finish is exponential too, at the sum of their rates, and which
-    of them it was says nothing of when.
-    """
-    from outrider.core.race import conditional
-
-    laws = [*(d for d, _ in earlier), law]
-    winners = [token for _, token in earlier]
-    ids = np.unique(np.concatenate([d.ids for d in laws]))
-    weights = np.stack([d.at(ids) for d in laws])
-    alone = ((weights > 0).sum(axis=0) == 1) & ~np.isin(ids, winners)
-    groups = np.where(alone, len(ids) + weights.argmax(axis=0), np.arange(len(ids)))
-    names, runner = np.unique(groups, return_inverse=True)
-    size = len(names)
-    if size > SHARED:
-        raise UsageError(
-            f"Draft and target draw among {size} tokens on the same noise; at most {SHARED} are "
-            "walked.",
-            hint=_FEWER,
-        )
-    merged = [np.bincount(runner, row, size) for row in weights]
-    among = [Distribution(np.flatnonzero(row), row[row > 0], size) for row in merged]
-    won = [int(runner[np.searchsorted(ids, token)]) for token in winners]
-    chances = dict(conditional(list(zip(among[:-1], won, strict=True)), among[-1]))
-    own = runner[np.searchsorted(ids, law.ids)]
-    probs = np.array([chances.get(int(r), 0.0) for r in own]) * (law.probs / merged[-1][own])
-    return Distribution(law.ids[probs > 0], probs[probs > 0], law.vocab_size)
 
 
 def chain_law(
@@ -400,8 +322,8 @@ def audit_exact(
     UsageError
         When the drafter runs layers of the target on its cache. When there is too much to walk:
         more than ``LIMIT`` possible outputs of a toy; of any other model more than ``OUTPUTS`` of
-        one prompt, ``COURSES`` of chance over all prompts, or ``SHARED`` tokens among which draft
-        and target draw on one noise. When the drafter changes from course to course.
+        one prompt, or ``COURSES`` of chance over all prompts. When draft and target draw among more
+        than ``core.race.MOST`` tokens on one noise. When the drafter changes from course to course.
     RollbackError
         When the target's cache does not roll back by length.
 
@@ -471,7 +393,7 @@ def audit_exact(
             raise UsageError(f"Prompt {number + 1}: {error.problem}", hint=error.hint) from error
         start = partial(engine.stream, prompt, seed=0, **request)
         try:
-            made = _walk(start, count, seen, None if toy else _FewOfMany)
+            made = _walk(start, count, seen)
         except AssertionError as error:
             outputs = sum(map(len, compared))
             return ExactReport(

@@ -3,7 +3,8 @@
 With E_x independent and exponential, the race under weights w is won by argmin_x E_x / w(x).
 Winning is a condition on ratios only, and the normalised noises are uniform on the simplex, so
 the probability of any set of outcomes is the volume of a polytope over that of the simplex:
-no sampling, no quadrature. Sizes are those of toy vocabularies.
+no sampling, no quadrature. Sizes are those of toy vocabularies, or of what few tokens of a large
+one can come.
 """
 
 from __future__ import annotations
@@ -16,8 +17,12 @@ import numpy as np
 from jaxtyping import Float64
 
 from outrider.core.distribution import Distribution
+from outrider.errors import UsageError
 
-__all__ = ["conditional"]
+__all__ = ["MOST", "conditional"]
+
+MOST = 10
+"""Runners at most that races on one noise are walked with: a volume in one dimension less."""
 
 
 def conditional(
@@ -37,17 +42,45 @@ def conditional(
     list
         Each possible winner with its probability; they sum to one.
 
+    Tokens that no race can give are left out: ratios of the others' noises do not depend on theirs.
+    Those that one race alone can give, and that none gave, run as one: the first of several
+    exponential noises to finish is exponential too, at the sum of their rates, and which of them
+    it was says nothing of when.
+
+    Raises
+    ------
+    UsageError
+        When more than ``MOST`` runners are left.
+
     Example
     -------
     >>> p = Distribution.dense([0.25, 0.75])
     >>> conditional([(p, 1)], p)
     [(1, 1.0)]
     """
-    races = tuple((tuple(d.to_dense().tolist()), winner) for d, winner in earlier)
-    weights = tuple(law.to_dense().tolist())
-    volumes = [_volume((*races, (weights, int(token)))) for token in law.ids]
-    total = sum(volumes)
-    return [(int(t), v / total) for t, v in zip(law.ids, volumes, strict=True) if v > 0.0]
+    laws = [*(d for d, _ in earlier), law]
+    winners = [token for _, token in earlier]
+    ids = np.unique(np.concatenate([d.ids for d in laws]))
+    weights = np.stack([d.at(ids) for d in laws])
+    alone = ((weights > 0).sum(axis=0) == 1) & ~np.isin(ids, winners)
+    groups = np.where(alone, len(ids) + weights.argmax(axis=0), np.arange(len(ids)))
+    names, runner = np.unique(groups, return_inverse=True)
+    if len(names) > MOST:
+        raise UsageError(
+            f"Draft and target draw among {len(names)} tokens on the same noise; at most {MOST} "
+            "are walked.",
+            hint="Leave fewer tokens: a smaller --top-k, --top-p or --temperature.",
+        )
+    merged = [tuple(np.bincount(runner, row, len(names)).tolist()) for row in weights]
+    won = [int(runner[np.searchsorted(ids, token)]) for token in winners]
+    races = tuple(zip(merged[:-1], won, strict=True))
+    volumes = np.array(
+        [_volume((*races, (merged[-1], i))) if w > 0 else 0.0 for i, w in enumerate(merged[-1])]
+    )
+    own = runner[np.searchsorted(ids, law.ids)]
+    chances = volumes[own] / volumes.sum() * law.probs / np.array(merged[-1])[own]
+    pairs = zip(law.ids.tolist(), chances.tolist(), strict=True)
+    return [(token, chance) for token, chance in pairs if chance > 0.0]
 
 
 @lru_cache(maxsize=65536)

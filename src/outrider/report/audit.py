@@ -94,7 +94,7 @@ def audit_page(
         claims=wording.claims(result),
         prompts=[wording.visible(str(p), keep="\n") for p in result["prompts"]],
         tested=wording.tested(result),
-        unseen=_unseen(result),
+        unseen=wording.unseen(result),
         groups=list(_groups(result, words)),
         sampled=bool(result.get("comparisons")),
         level=_level(result),
@@ -107,18 +107,6 @@ def audit_page(
         data=data.decode(),
         data_base64=base64.b64encode(data).decode(),
     )
-
-
-def _unseen(result: Result) -> list[str]:
-    """What could not be seen; a real target's logits are rounded, a toy's are not."""
-    told = wording.unseen(result)
-    if result["method"] != "enumeration" or not result.get("remembered"):
-        return told
-    rounding = (
-        "The rounding of the target’s logits: both sides were given the same ones, each "
-        "context’s scored once."
-    )
-    return [*told[:-1], rounding]
 
 
 def _level(result: Result) -> float:

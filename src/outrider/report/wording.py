@@ -226,12 +226,18 @@ def unseen(result: Result) -> list[str]:
     if result.get("remembered"):
         common.append("The target’s cache from round to round: no context was scored twice.")
     if result["method"] == "enumeration":
+        rounding = (
+            "The rounding of the target’s logits: both sides were given the same ones, each "
+            "context’s scored once."
+            if result.get("remembered")
+            else "The rounding of a real model’s logits: a toy’s are exact."
+        )
         return [
             *common,
             "The seeded noise itself: each course of chance was given its probability by "
             "arithmetic, and no random number was drawn.",
             f"Differences of a probability below {result['tolerance']:g}, which are rounding.",
-            "The rounding of a real model’s logits: a toy’s are exact.",
+            rounding,
         ]
     if result["method"] == "tokens":
         least = 1 - 0.2 ** (1 / max(1, result["compared"]))
