@@ -416,7 +416,7 @@ class TestTransformers:
 # --- a llama-server that is none ----------------------------------------------------------------
 
 SERVER = """
-import json, os, sys, time
+import json, os, socket, sys, time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 if "--help" in sys.argv:
     print("--model F  --device D  --model-draft F  OPTIONS"); sys.exit()
@@ -440,8 +440,8 @@ class Handler(BaseHTTPRequestHandler):
         def event(**told):
             self.wfile.write(b"data: " + json.dumps(told).encode() + b"\\n\\n")
         event(content="", tokens=[])
-        if body["prompt"][0] == 1:
-            os._exit(1)
+        if body["prompt"][0] == 1:  # gone for the client, and not yet for who looks at processes
+            self.connection.shutdown(socket.SHUT_RDWR); time.sleep(1.0); os._exit(1)
         for i in range(body["n_predict"]):
             event(content=chr(97 + i % 4), tokens=[] if body["prompt"][0] == 3 and i == 1 else [i % 4])
         event(content="", tokens=[], stop=True, stop_type="limit", tokens_predicted=body["n_predict"])

@@ -16,7 +16,7 @@ import torch
 
 from outrider.errors import EndpointError, ModelError, UsageError
 from outrider.lab.peers import Ask, Reply, Stage, options_of
-from outrider.lab.peers.wire import Wire
+from outrider.lab.peers.wire import LostError, Wire
 from outrider.models.locate import Located, locate
 
 __all__ = ["LlamaCpp"]
@@ -127,17 +127,30 @@ class LlamaCpp:
         }
 
     def answer(self, ask: Ask) -> Reply:
-        """One streamed completion, from sending the request to the end of the stream."""
+        """One streamed completion, from sending the request to the end of the stream.
+
+        Raises
+        ------
+        EndpointError
+            When there is no answer. The next prompt has another server if this one is lost.
+        """
         if self._process is None or self._process.poll() is not None or self._wire is None:
             self.stop()
             self._launch()
         assert self._wire is not None
+        try:
+            return self._streamed(self._wire, ask)
+        except LostError:
+            self.stop()  # a server that is dying may still look alive when the next prompt comes
+            raise
+
+    def _streamed(self, wire: Wire, ask: Ask) -> Reply:
         ids: list[int] = []
         parts: list[str] = []
         last: dict[str, Any] = {}
         first_s = 0.0
         started = perf_counter()
-        for event in self._wire.events("/completion", _body(ask)):
+        for event in wire.events("/completion", _body(ask)):
             new = [one for one in event.get("tokens") or () if isinstance(one, int)]
             piece = str(event.get("content") or "")
             if new or piece:  # newer servers begin with an event that has neither
@@ -147,7 +160,7 @@ class LlamaCpp:
             last = event
         total_s = perf_counter() - started
         if not last.get("stop"):
-            raise EndpointError("llama-server ended its stream before the answer's end.")
+            raise LostError("llama-server ended its stream before the answer's end.")
         count = int(last.get("tokens_predicted") or len(ids))
         limited = last.get("stop_type") == "limit" or bool(last.get("stopped_limit"))
         # Tokens inside an incomplete character are not streamed, and then not all are known.

@@ -9,7 +9,7 @@ from typing import Any
 from outrider.engine.servers import http_client
 from outrider.errors import EndpointError
 
-__all__ = ["RefusedError", "Wire"]
+__all__ = ["LostError", "RefusedError", "Wire"]
 
 _CONNECT_S = 10.0
 _SILENCE_S = 300.0  # a server may think for so long before it says something
@@ -19,6 +19,10 @@ _MESSAGE = 300  # characters of a server's own words in an error
 
 class RefusedError(EndpointError):
     """The server says that the request itself is wrong."""
+
+
+class LostError(EndpointError):
+    """There is no connection, or it ended before the answer did."""
 
 
 class Wire:
@@ -66,8 +70,10 @@ class Wire:
         ------
         RefusedError
             When the server says that the request is wrong.
+        LostError
+            When it cannot be reached, or goes away.
         EndpointError
-            When it cannot be reached, answers something else, or tells of an error.
+            When it answers something else, or tells of an error.
         """
         for line in self._lines("POST", path, json.dumps(body).encode()):
             name, _, value = line.partition(b":")
@@ -109,7 +115,7 @@ class Wire:
                 status = response.status_code
         except self._httpx2.RequestError as error:
             told = self._clean(f"{type(error).__name__} {error}")
-            raise EndpointError(f"{url} could not be asked: {told}.") from None
+            raise LostError(f"{url} could not be asked: {told}.") from None
         kind = RefusedError if status in (400, 422) else EndpointError
         try:
             told = self._message(json.loads(held))
