@@ -15,6 +15,10 @@ from jaxtyping import install_import_hook
 # Before the package is imported anywhere. The checks cost more than what they check, so one test
 # runs a part of the suite with them (tests/unit/test_shapes.py).
 if os.environ.get("OUTRIDER_SHAPES"):
+    # What checks an annotation cannot be compiled.
+    import outrider.core.noise
+    import outrider.core.vectors  # noqa: F401
+
     install_import_hook("outrider", "beartype.beartype")
 
 # Workers share the cores: one thread each, or they would wait for each other.

@@ -19,8 +19,9 @@ import numpy as np
 
 from outrider import Engine
 from outrider.audit.exact import ExactReport, audit_exact
-from outrider.core.chooser import Place, SeededChooser, _uniforms
+from outrider.core.chooser import Place, SeededChooser
 from outrider.core.distribution import Distribution
+from outrider.core.noise import uniform
 from outrider.core.processors import Context, Law, Sampling
 from outrider.core.proposal import ROOT, Proposal
 from outrider.core.verdict import Verdict
@@ -524,8 +525,8 @@ class _WinnersNoise(SeededChooser):
 
     def accept(self, probability, place):
         draft = place._replace(purpose="draft")
-        winner = np.array([self._won[draft]])  # its token id is the counter that the race reads
-        return bool(_uniforms(self._key(draft), winner)[0] < probability)
+        winner = self._won[draft]  # its token id is the counter that the race reads
+        return bool(uniform(np.uint64(self._key(draft)), winner) < probability)
 
 
 def _accept_on_the_winners_noise(generation) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
+import numpy as np
 from jaxtyping import Float, Int64
 from torch import Tensor
 
@@ -361,7 +362,8 @@ class Pick:
     ranking: Callable[[Float[Tensor, " V"], Sequence[int]], Distribution] | None = None
     pacing: Pacing | None = None
     among: (
-        Callable[[Int64[Tensor, " n"], Float[Tensor, " n"], Sequence[int]], Distribution] | None
+        Callable[[Int64[np.ndarray, " n"], Float[np.ndarray, " n"], Sequence[int]], Distribution]
+        | None
     ) = None
     shares_noise: bool = False
 

@@ -17,10 +17,10 @@ from outrider.core.chooser import (
     Place,
     ScriptedChooser,
     SeededChooser,
-    _uniforms,
     enumerate_outcomes,
 )
 from outrider.core.distribution import Distribution
+from outrider.core.noise import finish_first, uniform
 from tests.chance import ALPHA, chi_square
 
 
@@ -60,15 +60,60 @@ def _unmix(x: int) -> int:
 
 @pytest.mark.parametrize("bits", [0, 2**64 - 1, 2**64 - 2**10, 2**63])
 def test_uniforms_lie_strictly_between_zero_and_one(bits):
-    u = _uniforms(_unmix(bits), np.array([0]))[0]
+    u = uniform(np.uint64(_unmix(bits)), 0)
     assert 0.0 < u < 1.0
     assert u == pytest.approx(bits / 2**64, abs=1e-12)
 
 
 def test_uniforms_are_uniform():
-    u = _uniforms(12345, np.arange(100_000))
+    u = np.array([uniform(np.uint64(12345), counter) for counter in range(100_000)])
     assert chi_square(np.bincount((u * 100).astype(int), minlength=100), np.full(100, 0.01)) > ALPHA
     assert len(np.unique(u)) == len(u)
+
+
+# --- the race, beside the same in plain numpy ----------------------------------------------------
+
+
+def race(key: int, law: Distribution, split: float, count: int) -> list[int]:
+    """All runners' times, sorted."""
+    key, size = np.uint64(key), law.vocab_size
+    heavy = law.probs > split
+    runners, weights = law.ids[heavy], law.probs[heavy] - split
+    times = -np.log([uniform(key, token) for token in runners]) / weights
+    now, block, counter = 0.0, 8 + size // 256, -1
+    while now < split * times.min(initial=np.inf):
+        noise = np.array([uniform(key, counter - i) for i in range(2 * block)])
+        points = now + np.cumsum(-np.log(noise[:block])) / size
+        tokens = (noise[block:] * size).astype(int)
+        light = np.minimum(law.at(tokens), split)
+        runners = np.append(runners, tokens[light > 0])
+        times = np.append(times, points[light > 0] / light[light > 0])
+        now, counter = points[-1], counter - 2 * block
+    return list(dict.fromkeys(runners[np.argsort(times)].tolist()))[:count]
+
+
+@given(
+    size=st.integers(2, 900),
+    kept=st.floats(0.01, 1.0),
+    steep=st.floats(0.0, 12.0),
+    key=st.integers(0, 2**64 - 1),
+    split=st.sampled_from([1 / 1024, 0.05, 0.6]),
+    count=st.integers(1, 6),
+)
+def test_the_race_is_the_one_in_plain_numpy(size, kept, steep, key, split, count):
+    chance = np.random.default_rng(key % 2**32)
+    weights = np.exp(steep * chance.standard_normal(size))
+    weights[chance.permutation(size)[int(1 + kept * (size - 1)) :]] = 0.0
+    law = Distribution.dense(weights)
+    found = finish_first(np.uint64(key), law.ids, law.probs, size, split, count)
+    assert found.tolist() == race(key, law, split, count)
+
+
+def test_the_races_of_a_seed_stay_what_they_are():
+    """Whoever keeps a seed keeps its texts."""
+    law = Distribution.dense(1.0 / np.arange(1.0, 3001.0))
+    found = [SeededChooser(7).race(law, Place(position, "target"), 3) for position in range(4)]
+    assert found == [[2, 0, 22], [130, 1303, 11], [58, 214, 0], [0, 1722, 2070]]
 
 
 # --- the seeded chooser: law ---------------------------------------------------------------------

@@ -26,13 +26,19 @@ from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.script import ScriptDrafter
 from outrider.drafters.shape import parse_shape
 from outrider.engine.loading import runtime_for
-from outrider.errors import ModelFileError, NotEnoughMemoryError, ProposalError, UnsupportedError
+from outrider.errors import (
+    ModelFileError,
+    NotEnoughMemoryError,
+    ProposalError,
+    UnsupportedError,
+    UsageError,
+)
 from outrider.models import memory
 from outrider.models.hf import HFModel
 from outrider.models.locate import locate
 from outrider.models.native import cache as native_cache
 from outrider.models.native import load as loading
-from outrider.models.native import weights
+from outrider.models.native import recorder, weights
 from outrider.models.native.cache import NativeCache, Shape
 from outrider.models.native.kernels import FRAME, LINEAR, MAX_ROWS, hand_heads
 from outrider.models.native.model import NativeModel
@@ -895,18 +901,50 @@ def test_greedy_ids_are_those_of_transformers():
 
 @pytest.mark.parametrize("kind", ["int8", "bfloat16", "float32"])
 @pytest.mark.parametrize("family", ["llama", "llama, tied and biased"])
-def test_embeddings_are_the_weights_own_however_many_are_kept(family, kind, monkeypatch):
-    from outrider.models.native import embedding
-
-    monkeypatch.setattr(embedding, "_ROOM", 10)
+def test_embeddings_are_the_weights_own(family, kind):
     model = native(module(family), kind)
-    kept, d = embedding.Embedding(model.weights, model.hidden_size), model.hidden_size
-    into = torch.zeros(16, d + 3)
-    chance = random.Random(0)
-    for _ in range(40):
-        tokens = [chance.randrange(model.vocab_size) for _ in range(chance.randint(1, 9))]
+    a, d = model.architecture, model.hidden_size
+    ops = recorder._Recorder(a, model.weights, model.shape.dtype)
+    into = ops.buffer(d + 3)
+    ops.look_up(model.weights, into)
+    program = Program(ops.steps, len(ops.steps), ops.frame, into, ops.held)
+    for rows in (1, 5, MAX_ROWS):
+        tokens = [random.Random(rows).randrange(model.vocab_size) for _ in range(rows)]
+        tokens[-1] = model.vocab_size - 1
         into.fill_(7.0)
-        kept.put(tokens, into)
-        assert torch.equal(into[: len(tokens), :d], model.weights.embed(tokens)[:, :d])
-        assert (into[len(tokens) :] == 7.0).all()
+        ops.frame[FRAME.rows] = rows
+        ops.frame[FRAME.token : FRAME.token + rows] = tokens
+        program.run(logits=False)
+        assert torch.equal(into[:rows, :d], model.weights.embed(tokens)[:, :d])
+        assert (into[rows:] == 7.0).all()
         assert (into[:, d:] == 7.0).all()
+
+
+def test_the_least_scales_are_read_as_they_are():
+    """A scale may be a subnormal half."""
+    weight = (
+        torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
+        * 2.0 ** -torch.arange(32.0)[:, None]
+    )
+    packed = pack(weight, None, "int8")
+    assert packed.scales.float().min() < 2.0**-14
+    model = native(module("llama, tied and biased"), "int8")
+    table = replace(model.weights, head=packed)
+    ops = recorder._Recorder(
+        replace(model.architecture, hidden=64), model.weights, model.shape.dtype
+    )
+    into = ops.look_up(table, ops.buffer(64))
+    program = Program(ops.steps, len(ops.steps), ops.frame, into, ops.held)
+    ops.frame[FRAME.rows] = 32
+    ops.frame[FRAME.token : FRAME.token + 32] = range(32)
+    program.run(logits=False)
+    assert torch.equal(into[:32], packed.rows(list(range(32))))
+
+
+@pytest.mark.parametrize("token", [-1, 10**6])
+def test_a_token_that_is_none_of_the_models_feeds_nothing(token):
+    model = native(module("llama"), "int8")
+    cache = model.new_cache(8)
+    with pytest.raises(UsageError, match="another tokenizer"):
+        model.prefill(cache, [1, token])
+    assert cache.length == 0

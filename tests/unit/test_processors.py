@@ -468,7 +468,7 @@ def test_a_law_among_a_few_tokens_is_that_of_all_where_the_others_cannot_come(va
         logits = 3 * torch.randn(12, generator=rng)
         wide = torch.full((40,), -torch.inf)
         wide[ids] = logits
-        found, wanted = law.among(context, ids, logits, 40), law(context, wide)
+        found, wanted = law.among(context, ids.numpy(), logits.numpy(), 40), law(context, wide)
         assert found.ids.tolist() == wanted.ids.tolist()
         np.testing.assert_allclose(found.probs, wanted.probs, rtol=1e-12)
         assert found.vocab_size == 40

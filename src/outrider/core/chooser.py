@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
-from jaxtyping import Float64, Int64, UInt64
 
 from outrider.core.distribution import Distribution
+from outrider.core.noise import finish_first, uniform
 
 __all__ = [
     "Chooser",
@@ -77,25 +77,6 @@ class Chooser(Protocol):
         ...
 
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX_2 = np.uint64(0x94D049BB133111EB)
-
-
-def _uniforms(key: int, counters: Int64[np.ndarray, " n"]) -> Float64[np.ndarray, " n"]:
-    """One uniform in (0, 1) for each counter: SplitMix64 at arbitrary places of its stream.
-
-    Source: Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators".
-    """
-    with np.errstate(over="ignore"):
-        x: UInt64[np.ndarray, " n"] = np.uint64(key) + counters.astype(np.uint64) * _GOLDEN
-        x = (x ^ (x >> np.uint64(30))) * _MIX_1
-        x = (x ^ (x >> np.uint64(27))) * _MIX_2
-        x = x ^ (x >> np.uint64(31))
-    # 52 bits and a half: with one bit more, the largest would round to 1.
-    return ((x >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
-
-
 class SeededChooser:
     """Answers that depend on the seed, the sequence and the place, and on nothing else.
 
@@ -142,7 +123,7 @@ class SeededChooser:
 
     def accept(self, probability: float, place: Place) -> bool:
         """True if the place's one uniform falls below the probability."""
-        return bool(_uniforms(self._key(place), np.zeros(1, np.int64))[0] < probability)
+        return bool(uniform(np.uint64(self._key(place)), 0) < probability)
 
     def draw(self, law: Distribution, place: Place) -> int:
         """The winner of the exponential race at this place."""
@@ -152,28 +133,9 @@ class SeededChooser:
         """The first to finish: the winner, and up to ``count`` in all of those that come close."""
         if len(law.ids) == 1:
             return [int(law.ids[0])]
-        key, size = self._key(place), law.vocab_size
-        heavy = np.flatnonzero(law.probs > self.SPLIT)
-        runners = [law.ids[heavy]]
-        finishes = [-np.log(_uniforms(key, runners[0])) / (law.probs[heavy] - self.SPLIT)]
-        best = float(finishes[0].min(initial=math.inf))
-        # Points of the other race, a block at a time; their counters lie below every token id.
-        time, block, next_counter = 0.0, 8 + size // 256, -1
-        while time < self.SPLIT * best:
-            noise = _uniforms(key, next_counter - np.arange(2 * block))
-            next_counter -= 2 * block
-            times = time + np.cumsum(-np.log(noise[:block])) / size
-            ids = (noise[block:] * size).astype(np.int64)
-            with np.errstate(divide="ignore"):
-                finish = times / np.minimum(law.at(ids), self.SPLIT)
-            runners.append(ids)
-            finishes.append(finish)
-            best, time = min(best, float(finish.min())), float(times[-1])
-        ids, finish = np.concatenate(runners), np.concatenate(finishes)
-        if count == 1:
-            return [int(ids[np.argmin(finish)])]
-        order = np.argsort(finish, kind="stable")[: np.count_nonzero(np.isfinite(finish))]
-        return list(dict.fromkeys(ids[order].tolist()))[:count]  # whoever runs twice comes once
+        key = np.uint64(self._key(place))
+        found = finish_first(key, law.ids, law.probs, law.vocab_size, self.SPLIT, count)
+        return [int(token) for token in found]
 
 
 class ScriptedChooser:

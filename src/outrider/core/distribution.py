@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-import torch
 from jaxtyping import Float, Float64, Int64
 from torch import Tensor
+
+from outrider.core.vectors import as_floats, softmax
 
 __all__ = ["Distribution"]
 
@@ -82,9 +83,12 @@ class Distribution:
     @classmethod
     def softmax(cls, scores: Float[Tensor, " V"]) -> Distribution:
         """exp(scores) normalised; a score of minus infinity is a token that cannot come."""
-        weights = scores.to(torch.float64, copy=True)
-        weights = weights.sub_(weights.max()).exp_()
-        return cls.of(_all_ids(len(scores)), weights.numpy(force=True), len(scores))
+        values = as_floats(scores)
+        ids, probs = _all_ids(len(values)), np.empty(len(values))
+        if softmax(values, float(values.max()), probs) < len(values):
+            keep = probs > 0
+            ids, probs = ids[keep], probs[keep]
+        return cls(ids, probs, len(values))
 
     def __getitem__(self, token: int) -> float:
         """The probability of one token; 0.0 outside the support."""

@@ -249,18 +249,22 @@ class Law:
         return self(context, logits)
 
     def among(
-        self, context: Context, ids: Int64[Tensor, " n"], logits: Float[Tensor, " n"], size: int
+        self,
+        context: Context,
+        ids: Int64[np.ndarray, " n"],
+        logits: Float[np.ndarray, " n"],
+        size: int,
     ) -> Distribution:
         """q at one position where a few of ``size`` tokens are all that could come.
 
         ``ids`` ascend.
         """
         if self.by_score:
-            found = self(context, logits)
-            return Distribution(ids.numpy(force=True)[found.ids], found.probs, size)
-        all_logits = logits.new_full((size,), -math.inf)
+            found = self(context, torch.from_numpy(logits))
+            return Distribution(ids[found.ids], found.probs, size)
+        all_logits = np.full(size, -math.inf, logits.dtype)
         all_logits[ids] = logits
-        return self.of_draft(context, all_logits)
+        return self.of_draft(context, torch.from_numpy(all_logits))
 
     def __call__(self, context: Context, logits: Float[Tensor, " V"]) -> Distribution:
         """p at one position.

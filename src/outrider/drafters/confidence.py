@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import exp
 
 from jaxtyping import Float
 from torch import Tensor
 
 from outrider.core.distribution import Distribution
+from outrider.core.vectors import as_floats, log_sum_exp
 
 __all__ = ["ALWAYS", "ONE_OF_MANY", "of_draw", "of_match", "of_siblings", "of_token"]
 
@@ -39,7 +41,8 @@ def of_token(logits: Float[Tensor, " V"], token: int, foreseen: bool = False) ->
     >>> round(of_token(torch.tensor([0.0, 1.0986]), 1), 2)
     0.75
     """
-    q = float((logits[token] - logits.logsumexp(0)).exp())
+    values = as_floats(logits)
+    q = exp(float(values[token]) - log_sum_exp(values, float(values.max())))
     return of_draw(q) if foreseen else q
 
 

@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from math import inf, log
 from typing import TypeVar
 
+import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from outrider.core.distribution import Distribution
 from outrider.core.proposal import ROOT, Proposal
 from outrider.core.sequences import common_prefix
+from outrider.core.vectors import as_floats, best, log_sum_exp
 from outrider.drafters.beside import OnItsOwn
 from outrider.drafters.confidence import of_siblings, of_token
 from outrider.drafters.shape import Chain, Dynamic, Shape, parse_shape
@@ -109,6 +111,7 @@ class EagleDrafter:
 class _EagleSession:
     def __init__(self, drafter: EagleDrafter, cache: Cache, skipped: int, capacity: int) -> None:
         self._head = drafter.head
+        self._ids: Int64[np.ndarray, " Vd"] = drafter.head.ids.numpy(force=True)
         self._shape = drafter.shape
         self._vocab = drafter.target.vocab_size
         self._target_cache = cache
@@ -233,9 +236,13 @@ class _EagleSession:
 
     def _probable(self, rows: Float[Tensor, "n Vd"], width: int) -> list[list[tuple[int, float]]]:
         """The head's most probable tokens after each row, each with its probability."""
-        chances, best = rows.float().softmax(dim=-1).topk(min(width, rows.shape[1]))
-        ids = self._head.ids[best].tolist()
-        return [list(zip(*pair, strict=True)) for pair in zip(ids, chances.tolist(), strict=True)]
+        found = []
+        for row in as_floats(rows):
+            places = best(row, width)
+            total = log_sum_exp(row, float(row[places[0]]))
+            chances = np.exp(row[places].astype(np.float64) - total).tolist()
+            found.append(list(zip(self._ids[places].tolist(), chances, strict=True)))
+        return found
 
     def _foreseen(
         self, row: Float[Tensor, " Vd"], path: Sequence[int], width: int, pick: Pick
@@ -245,10 +252,11 @@ class _EagleSession:
         A few likely tokens are enough to draw among: what is drafted need not follow q's law
         where the rule keeps no draft for its law.
         """
-        best = row.topk(min(_FEW, len(row)))
-        ids, order = self._head.ids[best.indices].sort()
+        values = as_floats(row)
+        places = best(values, _FEW)
+        places = places[np.argsort(self._ids[places])]
         assert pick.among is not None  # who shares noise has it
-        q = pick.among(ids, best.values[order], path)
+        q = pick.among(self._ids[places], values[places], path)
         depth = len(path)
         found = [token for token, _ in pick.siblings(q, width, depth, depth, True)]
         return list(zip(found, of_siblings(q, found, foreseen=True), strict=True))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
@@ -137,7 +138,7 @@ def make_pick(s: Session) -> Pick:
         return s.law.of_draft(context, _widen(logits, s.model.vocab_size))
 
     def pick_among(
-        ids: Int64[Tensor, " n"], logits: Float[Tensor, " n"], path: Sequence[int]
+        ids: Int64[np.ndarray, " n"], logits: Float[np.ndarray, " n"], path: Sequence[int]
     ) -> Distribution:
         context = Context([*s.tokens, *path], s.prompt_length)
         return s.law.among(context, ids, logits, s.model.vocab_size)

@@ -14,7 +14,6 @@ from outrider.models.heads.eagle import EagleModule
 from outrider.models.hidden import Hidden
 from outrider.models.native.architecture import Architecture
 from outrider.models.native.cache import NativeCache, Shape
-from outrider.models.native.embedding import Embedding
 from outrider.models.native.feed import Feeder
 from outrider.models.native.kernels import FRAME, MAX_ROWS
 from outrider.models.native.llama import EagleWeights, Layer
@@ -42,7 +41,6 @@ class NativeHead:
         c = module.config
         self.taps = c.taps
         self.ids = module.ids
-        self._target = target
         self._architecture = a = Architecture(
             family="eagle3", layers=1, hidden=c.hidden, intermediate=c.intermediate,
             heads=c.heads, kv_heads=c.kv_heads, head_dim=c.head_dim, vocab_size=c.draft_vocab,
@@ -78,10 +76,10 @@ class NativeHead:
         )
         cached = target.shape.dtype
         self._shape = Shape(1, c.kv_heads, -(-c.head_dim // BLOCK) * BLOCK, cached)
-        self._feeder = Feeder(a)
-        self._embedding = Embedding(target.weights, c.hidden)
-        self._first = record_head(a, w, more, cached, fused=True)
-        self._later = record_head(a, w, more, cached, fused=False)
+        table = target.weights
+        self._feeder = Feeder(a, target.architecture.vocab_size)
+        self._first = record_head(a, w, more, table, cached, fused=True)
+        self._later = record_head(a, w, more, table, cached, fused=False)
 
     def new_cache(self, capacity: int) -> NativeCache:
         """An empty cache for the head's one layer."""
@@ -114,10 +112,8 @@ class NativeHead:
     @torch.inference_mode()
     def _run(self, program: Program, asked: Asked, wanted: int) -> tuple[Tensor, Tensor]:
         frame: np.ndarray = program.frame
-        fed = asked.fed
         d = self._architecture.hidden
-        rows = self._feeder.fill(frame, [asked])
-        self._embedding.put(fed, program.embedded)
+        rows = self._feeder.fill(frame, [asked], [asked.fed])
         frame[FRAME.first] = rows - wanted
         logits = torch.empty(wanted, self.weights.head.padded_outputs if wanted else 0)
         frame[FRAME.logits] = logits.data_ptr()

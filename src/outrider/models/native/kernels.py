@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import carray, cfunc, float32, int32, int64, njit, types, uint8
+from numba import carray, cfunc, float32, int8, int32, int64, njit, types, uint8, uint16
 
 from outrider.models.native.vector import (
     BLOCK,
@@ -36,7 +36,7 @@ from outrider.models.native.vector import (
     row_sums,
 )
 
-__all__ = ["FRAME", "LINEAR", "MAX_ROWS", "SHARES", "Frame", "drive", "kernel"]
+__all__ = ["FRAME", "LINEAR", "LOOK_UP", "MAX_ROWS", "SHARES", "Frame", "drive", "kernel"]
 
 MAX_ROWS = 64
 """Rows that one pass can feed."""
@@ -70,14 +70,17 @@ class Frame(NamedTuple):
     """For each row: where its own key goes."""
     nodes: int = 8 + 3 * MAX_ROWS
     """For each row: how many keys it sees beyond those."""
-    path: int = 8 + 4 * MAX_ROWS
-    """For each row: their slots, MAX_ROWS places a row."""
-    size: int = 8 + (4 + MAX_ROWS) * MAX_ROWS
+    token: int = 8 + 4 * MAX_ROWS
+    """For each row: its token."""
+    path: int = 8 + 5 * MAX_ROWS
+    """For each row: the slots of the keys beyond the base, MAX_ROWS places a row."""
+    size: int = 8 + (5 + MAX_ROWS) * MAX_ROWS
 
 
 FRAME = Frame()
 
 _int64_at, _float_at, _int_at = (pointer(kind) for kind in (int64, float32, int32))
+_byte_at, _half_at = pointer(int8), pointer(uint16)
 _FAST = {"reassoc", "contract", "nsz"}
 """For sums over one row: their order is the compiler's, and the same for every row."""
 
@@ -95,6 +98,16 @@ def _floats(address: Any, n: Any) -> Any:
 @njit(inline="always")
 def _words(address: Any, n: Any) -> Any:
     return carray(_int_at(address), n)
+
+
+@njit(inline="always")
+def _bytes(address: Any, n: Any) -> Any:
+    return carray(_byte_at(address), n)
+
+
+@njit(inline="always")
+def _halves(address: Any, n: Any) -> Any:
+    return carray(_half_at(address), n)
 
 
 class Kernel:
@@ -265,6 +278,62 @@ def tap(arguments: Any, thread: Any, threads: Any) -> None:
         into = _floats(a[3] + 4 * row * a[4], width)
         for i in range(width):
             into[i] = source[i]
+
+
+# ---- embeddings ----------------------------------------------------------------------------------
+#
+# Each row's token is looked up in the table, or, where that is tied to the head, between the tiles
+# of the packed matrix, ``wide`` channels side by side; a table of its own has one.
+
+
+@kernel
+def look_up_int8(arguments: Any, thread: Any, threads: Any) -> None:
+    """A token's bytes times the scale of their block."""
+    a = _ints(arguments, 8)
+    frame = _ints(a[0], FRAME.size)
+    wide, inputs, width = a[3], a[4], a[5]
+    blocks = inputs // (4 * QUADS)
+    for row in range(thread, frame[FRAME.rows], threads):
+        tile, place = frame[FRAME.token + row] // wide, frame[FRAME.token + row] % wide
+        own = _bytes(a[1] + tile * inputs * wide, inputs * wide)
+        scales = _halves(a[2] + 2 * tile * blocks * wide, blocks * wide)
+        into = _floats(a[6] + 4 * row * a[7], width)
+        for i in range(width):
+            # A half without a sign: its bits are a float32's, but for the exponent's origin.
+            half = int32(scales[i // (4 * QUADS) * wide + place])
+            scale = bits_to_float(int32(half << int32(13))) * float32(2.0**112)
+            into[i] = float32(own[4 * (i // 4 * wide + place) + i % 4]) * scale
+
+
+@kernel
+def look_up_bfloat16(arguments: Any, thread: Any, threads: Any) -> None:
+    """A token's numbers, which are the first halves of float32s."""
+    a = _ints(arguments, 8)
+    frame = _ints(a[0], FRAME.size)
+    wide, inputs, width = a[3], a[4], a[5]
+    for row in range(thread, frame[FRAME.rows], threads):
+        tile, place = frame[FRAME.token + row] // wide, frame[FRAME.token + row] % wide
+        own = _halves(a[1] + 2 * tile * inputs * wide, inputs * wide)
+        into = _floats(a[6] + 4 * row * a[7], width)
+        for i in range(width):
+            into[i] = bits_to_float(int32(int32(own[i * wide + place]) << int32(16)))
+
+
+@kernel
+def look_up_float32(arguments: Any, thread: Any, threads: Any) -> None:
+    """A token's numbers."""
+    a = _ints(arguments, 8)
+    frame = _ints(a[0], FRAME.size)
+    wide, inputs, width = a[3], a[4], a[5]
+    for row in range(thread, frame[FRAME.rows], threads):
+        tile, place = frame[FRAME.token + row] // wide, frame[FRAME.token + row] % wide
+        own = _floats(a[1] + 4 * tile * inputs * wide, inputs * wide)
+        into = _floats(a[6] + 4 * row * a[7], width)
+        for i in range(width):
+            into[i] = own[i * wide + place]
+
+
+LOOK_UP = {"int8": look_up_int8, "bfloat16": look_up_bfloat16, "float32": look_up_float32}
 
 
 # ---- linear layers -------------------------------------------------------------------------------

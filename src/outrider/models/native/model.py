@@ -19,7 +19,6 @@ from outrider.models.hidden import Hidden, check_taps
 from outrider.models.layers import check_layers
 from outrider.models.native.architecture import Architecture
 from outrider.models.native.cache import NativeCache, Shape
-from outrider.models.native.embedding import Embedding
 from outrider.models.native.feed import Feeder
 from outrider.models.native.kernels import FRAME, MAX_ROWS
 from outrider.models.native.recorder import Program, record
@@ -78,8 +77,7 @@ class NativeModel:
         self.layers, self.hidden_size = a.layers, a.hidden
         self._only: tuple[int, ...] | None = None
         self._programs: dict[tuple[int, ...], Program] = {}
-        self._feeder = Feeder(a)
-        self._embedding = Embedding(weights, a.hidden)
+        self._feeder = Feeder(a, a.vocab_size)
         # The programs' buffers are the model's own, so that passes take turns.
         self._turn_taking = Lock()
         self._program(())
@@ -169,8 +167,8 @@ class NativeModel:
     def score_together(self, asked: Sequence[Asked]) -> list[Float[Tensor, "rows V"]]:
         """``score`` for several sequences in one pass; at most ``MAX_ROWS`` rows in all."""
         wanted = [1 + len(one.proposal) for one in asked]
-        logits = self._pass(asked, sum(len(one.fed) for one in asked))
         ends = np.cumsum([len(one.fed) for one in asked])
+        logits = self._pass(asked, int(ends[-1]))
         return [logits[end - rows : end] for end, rows in zip(ends, wanted, strict=True)]
 
     @torch.inference_mode()
@@ -179,29 +177,30 @@ class NativeModel:
         if wanted < 0:
             one = asked[0]
             wanted = len(one.fed_nodes) + bool(one.tokens)
-        if (total := sum(len(one.fed) for one in asked)) > MAX_ROWS:
+        fed = [one.fed for one in asked]
+        if (total := sum(map(len, fed))) > MAX_ROWS:
             raise ProposalError(
                 f"A pass feeds at most {MAX_ROWS} tokens; {total} were given.",
                 hint="Feed some of them before.",
             )
         with self._turn_taking:
-            return self._run(asked, wanted)
+            return self._run(asked, fed, wanted)
 
-    def _run(self, asked: Sequence[Asked], wanted: int) -> Float[Tensor, "wanted V"]:
+    def _run(
+        self, asked: Sequence[Asked], fed: Sequence[Sequence[int]], wanted: int
+    ) -> Float[Tensor, "wanted V"]:
         # Hidden states that were set aside are the whole model's.
         taps = asked[0].cache.hidden.taps if self._only is None else ()
         program = self._program(taps)
         frame = program.frame
-        rows = self._feeder.fill(frame, asked)
-        tokens = [token for one in asked for token in one.fed]
-        self._embedding.put(tokens, program.hidden)
+        rows = self._feeder.fill(frame, asked, fed)
         frame[FRAME.first] = rows - wanted
         logits = torch.empty(wanted, self.weights.head.padded_outputs if wanted else 0)
         frame[FRAME.logits] = logits.data_ptr()
         program.run(logits=wanted > 0)
         row = 0
-        for one in asked:  # only now: a pass that was broken off has fed nothing
-            n = len(one.fed)
+        # Only now: a pass that was broken off has fed nothing.
+        for one, n in zip(asked, map(len, fed), strict=True):
             if taps:
                 one.cache.hidden.put(one.cache.length, program.tapped[row : row + n])
             one.cache.length += n

@@ -19,6 +19,7 @@ from outrider.models.native.architecture import Architecture
 from outrider.models.native.kernels import (
     FRAME,
     LINEAR,
+    LOOK_UP,
     MAX_ROWS,
     SHARES,
     Kernel,
@@ -31,7 +32,7 @@ from outrider.models.native.kernels import (
 )
 from outrider.models.native.llama import EagleWeights, decoder, eagle, head
 from outrider.models.native.team import team
-from outrider.models.native.vector import BLOCK
+from outrider.models.native.vector import BLOCK, GROUPS, LANES
 from outrider.models.native.weights import INPUT_STEP, Kind, Layer, Linear, Weights
 
 __all__ = ["Program", "Rows", "Steps", "padded_inputs", "record", "record_head"]
@@ -57,13 +58,11 @@ class Program:
     frame
         What the coming pass feeds; see ``kernels.Frame``.
     hidden
-        Where embeddings go, f32 [MAX_ROWS, d].
+        Hidden states, f32 [MAX_ROWS, d].
     held
         Whatever else must outlive the recording.
     tapped
         Hidden states that were set aside, or that a draft head reads, f32 [MAX_ROWS, taps · d].
-    embedded
-        Where embeddings go, if not where hidden states are.
     """
 
     def __init__(
@@ -74,12 +73,10 @@ class Program:
         hidden: Tensor,
         held: list[object],
         tapped: Tensor | None = None,
-        embedded: Tensor | None = None,
     ) -> None:
         self.frame = frame
         self.hidden = hidden
         self.tapped = hidden[:, :0] if tapped is None else tapped
-        self.embedded = hidden if embedded is None else embedded
         self._arguments = [np.array(arguments, np.int64) for _, arguments in steps]
         self._counters = np.zeros(len(steps) * SHARES, np.int64)
         frame[FRAME.counters] = self._counters.ctypes.data
@@ -182,6 +179,19 @@ class _Recorder(Steps):
         self.tapped = self.buffer(len(taps) * a.hidden)
         self.query_scale = self._number(a.head_dim**-0.5)
 
+    def look_up(self, table: Weights, into: Tensor) -> Tensor:
+        """The embeddings of what is fed."""
+        own, head, width = table.embedding, table.head, self.a.hidden
+        kind, numbers, wide, inputs = (
+            (head.kind, head.weight, GROUPS * LANES, head.padded_inputs)
+            if own is None
+            else ("float32" if own.dtype == torch.float32 else "bfloat16", own, 1, own.shape[1])
+        )
+        places = (numbers.data_ptr(), head.scales.data_ptr(), wide, inputs, width)
+        self._step(LOOK_UP[kind], *places, into.data_ptr(), into.shape[1])
+        self.held.append(table)
+        return into
+
     def linear(self, rows: Rows, weight: Linear, *, head: bool = False) -> Tensor:
         out = self.qkv if weight.padded_outputs == self.qkv.shape[1] else self.gate_up
         self._linear(rows, weight, 0 if head else out.data_ptr(), add=False, head=head)
@@ -235,22 +245,28 @@ def padded_inputs(width: int) -> int:
 
 
 def record_head(
-    a: Architecture, w: Weights, more: EagleWeights[Linear], cached: np.dtype[Any], *, fused: bool
+    a: Architecture,
+    w: Weights,
+    more: EagleWeights[Linear],
+    table: Weights,
+    cached: np.dtype[Any],
+    *,
+    fused: bool,
 ) -> Program:
     """Write a draft head down; ``fused`` where it reads the target's hidden states.
 
     ``tapped`` holds these, and ``hidden`` the states: the parents' before, and the rows' own after.
-    The embeddings lie in ``embedded``.
+    The embeddings are the target's, out of ``table``.
     """
     width = more.fc.padded_inputs
     ops = _Recorder(a, w, cached, inputs=width)
     ops.held.append(more)
     taken = ops.buffer(more.inputs)
-    embedded = ops.buffer(a.hidden)
+    embedded = ops.look_up(table, ops.buffer(a.hidden))
     x = eagle(ops, w, more, embedded, ops.hidden, taken if fused else None)
     body = len(ops.steps)
     head(ops, w, x)
-    return Program(ops.steps, body, ops.frame, ops.hidden, ops.held, taken, embedded)
+    return Program(ops.steps, body, ops.frame, ops.hidden, ops.held, taken)
 
 
 def record(
@@ -265,7 +281,7 @@ def record(
     ``layers``: those to run, if not all of them.
     """
     ops = _Recorder(a, w, cached, taps)
-    hidden = decoder(ops, w, ops.hidden, layers)
+    hidden = decoder(ops, w, ops.look_up(w, ops.hidden), layers)
     body = len(ops.steps)
     head(ops, w, hidden)
     return Program(ops.steps, body, ops.frame, ops.hidden, ops.held, ops.tapped)
