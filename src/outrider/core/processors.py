@@ -19,6 +19,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from outrider.core.distribution import Distribution
+from outrider.core.vectors import as_floats, log_sum_exp
 from outrider.errors import NumericalError, SamplingError
 
 __all__ = ["Context", "Law", "Processor", "Sampling", "is_whole"]
@@ -304,7 +305,7 @@ def _best(scores: Float[Tensor, " V"]) -> tuple[float, int]:
 
     numpy promises both of its argmax, and torch neither.
     """
-    values = scores.numpy(force=True)
+    values = as_floats(scores)
     best = int(values.argmax())
     return float(values[best]), best
 
@@ -371,8 +372,8 @@ def _top_p(p: float) -> Processor:
     def process(context: Context, scores: Tensor) -> Tensor:
         # The kept set is small as a rule: sort what is near the best score, and more only if
         # that does not reach p.
-        top = scores.max()
-        total = torch.logsumexp(scores.double(), 0)
+        top, _ = _best(scores)
+        total = log_sum_exp(as_floats(scores), top)
         for margin in (8.0, 16.0, math.inf):
             near = (scores >= top - margin).nonzero()[:, 0]
             values, order = torch.sort(scores[near], descending=True, stable=True)
