@@ -39,7 +39,7 @@ BUILDERS = {
             randomise(new_module(family)), kind
         )
         for family in ("llama", "mistral", "qwen2", "qwen3")
-        for kind in ("int8", "bfloat16", "float32")
+        for kind in ("int4", "int8", "bfloat16", "float32")
     }
     | {
         f"{family}, on {device}": lambda family=family, device=device: on_device(

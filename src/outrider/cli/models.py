@@ -113,7 +113,7 @@ def info(
     )
     from outrider.models.adapter import adapter_digest
     from outrider.models.locate import is_present
-    from outrider.models.memory import available_bytes, facts
+    from outrider.models.memory import INT4, available_bytes, facts
 
     check_adapter_mode(adapter_mode, wanted)
     kind, where = parse_dtype(dtype), parse_device(device)
@@ -144,8 +144,8 @@ def info(
         place = draft_device(where) or default_device()
         packed = runtime == "native" and place == "cpu"
         kind = kind or (torch.int8 if packed else default_dtype(place))
-        # Beside 8-bit weights, keys and values are kept in 16.
-        kept = torch.float16 if kind is torch.int8 else kind
+        # Beside weights of 4 and 8 bits, keys and values are kept in 16.
+        kept = torch.float16 if kind in (INT4, torch.int8) else kind
         result |= asdict(found)
         result |= {
             "dtype": str(kind).removeprefix("torch."),

@@ -39,7 +39,7 @@ Runtime = Annotated[
 Dtype = Annotated[
     str,
     typer.Option(
-        "--dtype", help="auto, int8, bfloat16, float16 or float32.", rich_help_panel=_MODEL
+        "--dtype", help="auto, int4, int8, bfloat16, float16 or float32.", rich_help_panel=_MODEL
     ),
 ]
 Device = Annotated[

@@ -20,6 +20,7 @@ from outrider.errors import (
 from outrider.models.adapter import read_adapter
 from outrider.models.heads.folder import read_head, shipped_head
 from outrider.models.locate import Located, locate
+from outrider.models.memory import INT4
 from outrider.models.tokenizer import difference
 from outrider.models.torchrun import SPREAD, check_started
 from outrider.protocols import AdaptableModel, Head, Model, ParallelHeads, TappedModel, Tokenizer
@@ -35,6 +36,7 @@ ADAPTER_MODES = ["merged", "live"]
 """An adapter changes the weights as they are loaded, or runs beside them."""
 
 _DTYPES = {
+    "int4": INT4,
     "int8": torch.int8,
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,

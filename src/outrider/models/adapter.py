@@ -154,6 +154,10 @@ class Merging:
         self._left.discard(name)
         return self._adapter.on(name, found)
 
+    def changes(self, name: str) -> bool:
+        """Whether the adapter changes a tensor."""
+        return name in self._adapter.changes
+
     def check_all_used(self) -> None:
         """Raise ``ModelFileError`` if the adapter changes what nobody asked for."""
         if self._left:

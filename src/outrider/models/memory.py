@@ -18,6 +18,7 @@ from outrider.errors import ModelFileError, NotEnoughMemoryError
 from outrider.models.locate import Located
 
 __all__ = [
+    "INT4",
     "Facts",
     "available_bytes",
     "check_bytes",
@@ -26,6 +27,9 @@ __all__ = [
     "free_bytes",
     "weight_files",
 ]
+
+INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]
+"""Torch has it, and its type hints do not."""
 
 _OVERHEAD = 1.2
 """Activations, caches and what loading itself takes, as a factor on the weights."""
@@ -54,8 +58,10 @@ class Facts:
 
     def weights_bytes(self, dtype: torch.dtype) -> int:
         """Memory for the weights in a dtype."""
-        # 8-bit weights come with a scale and a sum of 16 bits for every 64.
-        return self.parameters * (17 if dtype is torch.int8 else 16 * dtype.itemsize) // 16
+        # Of 8 bits each, they come with a scale and a sum of 16 bits for every 64; of 4 bits each,
+        # with two such numbers for every 32, and what is not of 4 bits in the file has 8.
+        packed = {INT4: 13, torch.int8: 17}
+        return self.parameters * packed.get(dtype, 16 * dtype.itemsize) // 16
 
     def cache_bytes_per_token(self, dtype: torch.dtype) -> int | None:
         """Memory for one token's keys and values."""

@@ -7,6 +7,7 @@ value.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
@@ -90,7 +91,7 @@ def read_tensors(
     def vector(values: Tensor) -> Tensor:
         return values.to(device, dtype)
 
-    def matrix(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    def matrix(weight: Tensor, bias: Tensor | None, names: Sequence[str]) -> nn.Linear:
         outputs, inputs = weight.shape
         made = nn.Linear(inputs, outputs, bias is not None, device="meta")
         made.weight = nn.Parameter(vector(weight), requires_grad=False)

@@ -8,7 +8,8 @@ order whatever the other rows are, so a row's numbers are the same bits in any c
 
 from __future__ import annotations
 
-from functools import cached_property
+from collections.abc import Callable
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,18 +32,21 @@ from outrider.models.native.vector import (
     float_to_bits,
     integer_tile,
     next_ticket,
+    nibble_tile,
     pointer,
     put_half,
     row_sums,
 )
 
-__all__ = ["FRAME", "LINEAR", "LOOK_UP", "MAX_ROWS", "SHARES", "Frame", "drive", "kernel"]
+__all__ = ["FRAME", "LINEAR", "LOOK_UP", "MAX_ROWS", "SHARES", "SIGNED", "Frame", "drive", "kernel"]
 
 MAX_ROWS = 64
 """Rows that one pass can feed."""
 SHARES = 16
 """Stretches at most that a layer's weights are divided in, each with a counter of its own."""
 _PORTION = 4
+SIGNED = 2
+"""How rows are handed to a layer whose weights have four bits."""
 
 
 class Frame(NamedTuple):
@@ -202,8 +206,9 @@ def _block_rows(rows: Any) -> Any:
 def _hand_over(y: Any, row: Any, rows: Any, out: Any, scales: Any, quantized: Any) -> None:
     """Write a row where the tiles of a linear layer expect it: next to its block-mates.
 
-    Rows go in blocks of at most ROWS; within one, u8 [quads, rows, 4] with a scale for each row
-    and QUADS quads, or f32 [inputs, rows].
+    Rows go in blocks of at most ROWS; within one, f32 [inputs, rows] (``quantized`` 0), or bytes
+    [quads, rows, 4], with numbers for each QUADS quads: with 128 added, and the row's scale (1); or
+    as they are, and its scale and the sums of both halves (``SIGNED``).
     """
     width, size = len(y), _block_rows(rows)
     start = row // size * size
@@ -213,19 +218,28 @@ def _hand_over(y: Any, row: Any, rows: Any, out: Any, scales: Any, quantized: An
         for i in range(width):
             into[i * mates + place] = y[i]
         return
-    parts = width // (4 * QUADS)
-    into_scales = _floats(scales + 4 * start * parts, mates * parts)
+    parts, numbers = width // (4 * QUADS), 3 if quantized == SIGNED else 1
+    into_scales = _floats(scales + 4 * start * parts * numbers, mates * parts * numbers)
     packed = np.empty(width, np.uint8)
+    origin = int32(0) if quantized == SIGNED else int32(128)
     for part in range(parts):
         piece = y[4 * QUADS * part : 4 * QUADS * (part + 1)]
         most = _largest_size(piece)
         # A number that is none would vanish in a byte; in the scale it does not.
-        into_scales[part * mates + place] = most / float32(127.0)
+        scale = most / float32(127.0)
+        into_scales[part * numbers * mates + place] = scale
         inverse = float32(127.0) / most if most > float32(0.0) else float32(0.0)
         for i in range(4 * QUADS):
             # Adding 1.5 · 2^23 rounds to a whole number, ties to even, in the lowest bits.
             bits = float_to_bits(piece[i] * inverse + float32(12582912.0))
-            packed[4 * QUADS * part + i] = uint8(bits + int32(128))
+            packed[4 * QUADS * part + i] = uint8(bits + origin)
+        if quantized == SIGNED:
+            for half in range(2):
+                total = int32(0)
+                for i in range(2 * QUADS):
+                    total += int32(int8(packed[4 * QUADS * part + 2 * QUADS * half + i]))
+                at = (part * numbers + 1 + half) * mates + place
+                into_scales[at] = float32(total) * scale
     quads = packed.view(np.int32)
     into_quads = _words(out + start * width, mates * width // 4)
     for i in range(width // 4):
@@ -348,12 +362,13 @@ def _compiled(function: Any, kind: str) -> Any:
 
 def _tile(kind: str) -> Any:
     """The tile for a number of rows, chosen as the program runs."""
-    made = [
-        integer_tile(rows, GROUPS)
-        if kind == "int8"
-        else float_tile(rows, GROUPS, kind == "bfloat16")
-        for rows in range(1, ROWS + 1)
-    ]
+    tiles: dict[str, Callable[[int, int], Any]] = {
+        "int4": nibble_tile,
+        "int8": integer_tile,
+        "bfloat16": partial(float_tile, half=True),
+        "float32": partial(float_tile, half=False),
+    }
+    made = [tiles[kind](rows, GROUPS) for rows in range(1, ROWS + 1)]
     t1, t2, t3, t4, t5, t6, t7, t8 = made
 
     def tile(
@@ -383,8 +398,12 @@ def _tile(kind: str) -> Any:
 def _linear(kind: str) -> Any:
     """The work of a linear layer, for weights of a kind."""
     tile = _tile(kind)
-    row_bytes, weight_bytes = {"int8": (1, 1), "bfloat16": (4, 2), "float32": (4, 4)}[kind]
-    together = 4 * QUADS if kind == "int8" else 1
+    row_bytes, weight_bits = {
+        "int4": (1, 4), "int8": (1, 8), "bfloat16": (4, 16), "float32": (4, 32)
+    }[kind]  # fmt: skip
+    together = 4 * QUADS if row_bytes == 1 else 1
+    # Of weights in four bits half a block has a scale, and of rows that meet them both have a sum.
+    halves, numbers = (2, 3) if kind == "int4" else (1, 1)
 
     def work(arguments: Any, thread: Any, threads: Any) -> None:
         # Threads draw portions, since a machine that does something else besides would otherwise
@@ -410,17 +429,17 @@ def _linear(kind: str) -> Any:
                 if start >= last:
                     break
                 for t in range(start, min(last, start + portion)):
-                    scaled = 2 * wide * t * blocks
+                    scaled = 2 * wide * t * blocks * halves
                     for row in range(0, rows, size):
                         tile(
                             min(size, rows - row),
                             x + row * inputs * row_bytes,
-                            w + t * wide * inputs * weight_bytes,
+                            w + t * wide * inputs * weight_bits // 8,
                             blocks,
                             init + scaled,
                             scales + scaled,
                             bias + 4 * wide * t,
-                            row_scales + 4 * row * blocks,
+                            row_scales + 4 * row * blocks * numbers,
                             out + 4 * (row * outputs + wide * t),
                             4 * outputs,
                             add,
@@ -429,7 +448,14 @@ def _linear(kind: str) -> Any:
     return _compiled(work, kind)
 
 
-_int8, _bfloat16, _float32 = (_linear(kind) for kind in ("int8", "bfloat16", "float32"))
+_int4, _int8 = _linear("int4"), _linear("int8")
+_bfloat16, _float32 = _linear("bfloat16"), _linear("float32")
+
+
+@kernel
+def linear_int4(arguments: Any, thread: Any, threads: Any) -> None:
+    """x Wᵀ + bias with bytes times four bits, four inputs at a time: sums are exact."""
+    _int4(arguments, thread, threads)
 
 
 @kernel
@@ -450,7 +476,12 @@ def linear_float32(arguments: Any, thread: Any, threads: Any) -> None:
     _float32(arguments, thread, threads)
 
 
-LINEAR = {"int8": linear_int8, "bfloat16": linear_bfloat16, "float32": linear_float32}
+LINEAR = {
+    "int4": linear_int4,
+    "int8": linear_int8,
+    "bfloat16": linear_bfloat16,
+    "float32": linear_float32,
+}
 
 
 # ---- attention -----------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import torch
 import transformers
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from outrider.errors import ModelError, ModelFileError, OutriderError, UnsupportedError
 from outrider.models import catalogue, hf, memory
@@ -27,16 +27,18 @@ from outrider.models.locate import Located
 from outrider.models.native.architecture import FAMILIES, Architecture
 from outrider.models.native.device import DeviceModel
 from outrider.models.native.eager import read_tensors
+from outrider.models.native.llama import Llama
 from outrider.models.native.model import NativeModel
 from outrider.models.native.probe import fault
 from outrider.models.native.source import FolderSource, GgufSource, Source
-from outrider.models.native.weights import Kind, Read, Weights, layout, read_weights
+from outrider.models.native.weights import Kind, Nibbles, Weights, layout, read_weights
 from outrider.models.tokenizer import HFTokenizer
 
 __all__ = ["DEVICE_DTYPES", "KINDS", "load", "why_not"]
 
 KINDS: dict[torch.dtype | None, Kind] = {
     None: "int8",
+    memory.INT4: "int4",
     torch.int8: "int8",
     torch.bfloat16: "bfloat16",
     torch.float32: "float32",
@@ -103,8 +105,8 @@ def load(
     located
         Where the weights are.
     dtype
-        Of the weights. On the CPU int8 (the default), bfloat16 or float32; activations are
-        float32, and int8 where they meet int8 weights. On another device bfloat16 (the
+        Of the weights. On the CPU int8 (the default), int4, bfloat16 or float32; activations are
+        float32, and int8 where they meet int8 or int4 weights. On another device bfloat16 (the
         default), float16 or float32, for all there is.
     device
         Such as ``cpu`` or ``cuda:0``; by default the first GPU if there is one.
@@ -145,7 +147,12 @@ def load(
     return made(name=located.name, vocab_size=tokenizer.vocab_size), tokenizer
 
 
-_WIDTHS = {"int8": torch.int8, "bfloat16": torch.bfloat16, "float32": torch.float32}
+_WIDTHS = {
+    "int4": memory.INT4,
+    "int8": torch.int8,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+}
 
 Packed = tuple[Weights, Architecture, Any, list[int]]
 
@@ -154,13 +161,13 @@ def _on_cpu(located: Located, kind: Kind) -> tuple[Callable[..., NativeModel], A
     """What makes the model, once its vocabulary is known; its tokenizer and its end tokens."""
     assert located.path is not None
     folder = _packed_folder(located.path, kind, _adapter(located))
-    packed = _kept(folder, kind)
+    packed = _kept(folder)
     if packed is None:
         memory.check_weights(located, _WIDTHS[kind])
-        packed = _unpack(located, partial(read_weights, kind=kind))
+        packed = _unpack(located, partial(_pack, kind=kind))
         if _keep(packed, folder, located):
             del packed  # freed before the copy is read
-            packed = _read(folder, kind)
+            packed = _read(folder)
     weights, a, words, ends = packed
     return partial(NativeModel, a, weights), words, ends
 
@@ -177,14 +184,27 @@ def _on_device(
             hint="Choose another --device.",
         ) from error
     memory.check_weights(located, dtype, device)
-    weights, a, words, ends = _unpack(
-        located, partial(read_tensors, dtype=dtype, device=torch.device(device))
-    )
+
+    def collect(read: Merging, a: Architecture, source: Source) -> Llama[nn.Linear]:
+        return read_tensors(read, a, dtype=dtype, device=torch.device(device))
+
+    weights, a, words, ends = _unpack(located, collect)
     return partial(DeviceModel, a, weights), words, ends
 
 
+def _pack(read: Merging, a: Architecture, source: Source, kind: Kind) -> Weights:
+    """A model's weights, packed; four bits of a file stay as they are, but for an adapter's."""
+    if not isinstance(source, GgufSource):
+        return read_weights(read, a, kind)
+
+    def nibbles(name: str) -> Nibbles | None:
+        return None if read.changes(name) else source.nibbles(name)
+
+    return read_weights(read, a, kind, nibbles)
+
+
 def _unpack(
-    located: Located, collect: Callable[[Read, Architecture], W]
+    located: Located, collect: Callable[[Merging, Architecture, Source], W]
 ) -> tuple[W, Architecture, Any, list[int]]:
     """Read a model as it came, its adapter merged in: weights, shape, tokenizer and end tokens."""
     path = located.path
@@ -201,7 +221,7 @@ def _unpack(
         a = source.architecture()
         read = Merging(source.read, adapter)
         try:
-            weights = collect(read, a)
+            weights = collect(read, a, source)
             read.check_all_used()
         except ModelFileError as error:
             raise ModelFileError(f"'{path}': {error.problem}", hint=error.hint) from error
@@ -274,12 +294,12 @@ def _drop_older(folder: Path, located: Located) -> None:
                 shutil.rmtree(other)
 
 
-def _kept(folder: Path, kind: Kind) -> Packed | None:
+def _kept(folder: Path) -> Packed | None:
     """The copy of an earlier load; one that was damaged is thrown away."""
     if not _is_whole(folder):
         return None
     try:
-        return _read(folder, kind)
+        return _read(folder)
     except MemoryError:  # that is not the copy's fault
         raise
     except Exception:  # whatever is wrong with it, the source is there to make another
@@ -293,7 +313,7 @@ def _is_whole(folder: Path) -> bool:
     return False
 
 
-def _read(folder: Path, kind: Kind) -> Packed:
+def _read(folder: Path) -> Packed:
     memory.check_bytes((folder / "weights.safetensors").stat().st_size, folder.name)
     stored = json.loads((folder / "config.json").read_text())
     ends = stored.pop("end_tokens")
@@ -305,7 +325,7 @@ def _read(folder: Path, kind: Kind) -> Packed:
     stored["windows"] = tuple(stored["windows"])
     a = Architecture(**stored)
     state = _read_into_arena(folder / "weights.safetensors")
-    return Weights.from_state(state, a.layers, kind), a, hf.load_words(folder, folder), ends
+    return Weights.from_state(state, a.layers), a, hf.load_words(folder, folder), ends
 
 
 def _config(a: Architecture, ends: list[int]) -> dict[str, Any]:

@@ -85,7 +85,7 @@ class NativeModel:
     @property
     def kind(self) -> str:
         """Precision of the weights."""
-        return self.weights.head.kind
+        return self.weights.kind
 
     def new_cache(self, capacity: int, taps: tuple[int, ...] = ()) -> NativeCache:
         """An empty cache for a sequence of at most ``capacity`` tokens.

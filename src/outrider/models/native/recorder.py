@@ -22,6 +22,7 @@ from outrider.models.native.kernels import (
     LOOK_UP,
     MAX_ROWS,
     SHARES,
+    SIGNED,
     Kernel,
     attend,
     hand_heads,
@@ -40,7 +41,7 @@ __all__ = ["Program", "Rows", "Steps", "padded_inputs", "record", "record_head"]
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows where a linear layer expects them, with a scale for each."""
+    """Rows where a linear layer expects them, with the numbers that it needs of each block."""
 
     values: Tensor
     scales: Tensor
@@ -103,7 +104,7 @@ class Steps:
     Parameters
     ----------
     kind
-        Precision of the weights.
+        Precision of the weights: int8 also where some have four bits.
     widest
         Inputs of the widest linear layer, padded.
     epsilon
@@ -117,7 +118,7 @@ class Steps:
         self.held: list[object] = [self.frame]
         # Rows for the coming linear layer; no two are needed at once.
         values = self.buffer(widest) if kind != "int8" else self._bytes(widest)
-        self.rows = Rows(values, self.buffer(widest // INPUT_STEP))
+        self.rows = Rows(values, self.buffer(3 * (widest // INPUT_STEP)))
         self.epsilon = self._number(epsilon)
 
     def buffer(self, width: int) -> Tensor:
@@ -147,6 +148,9 @@ class Steps:
         return self.rows
 
     def _linear(self, rows: Rows, w: Linear, out: int, add: bool, head: bool) -> None:
+        if w.kind == "int4":  # the step before hands it its rows, and is told how
+            _, arguments = self.steps[-1]
+            arguments[arguments.index(rows.scales.data_ptr()) + 1] = SIGNED
         parts = (rows.values, rows.scales, w.weight, w.sums, w.scales, w.bias)
         sizes = (w.padded_inputs, w.padded_outputs, int(add), int(head), len(self.steps))
         self._step(LINEAR[w.kind], *(part.data_ptr() for part in parts), out, *sizes)

@@ -7,14 +7,16 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import transformers
 from torch import Tensor
 
 from outrider.models.memory import weight_files
 from outrider.models.native.architecture import Architecture
+from outrider.models.native.weights import Nibbles
 
-__all__ = ["FolderSource", "GgufSource", "Source"]
+__all__ = ["FolderSource", "GgufSource", "Source", "nibbles_of"]
 
 
 class Source(Protocol):
@@ -80,6 +82,50 @@ _GGUF_NAMES = {
 }
 
 
+def _gguf_name(name: str) -> str:
+    stem, _, ending = name.rpartition(".")
+    if stem.startswith("model.layers."):
+        number, _, part = stem.removeprefix("model.layers.").partition(".")
+        return f"blk.{number}.{_GGUF_NAMES[part]}.{ending}"
+    return f"{_GGUF_NAMES[stem]}.{ending}"
+
+
+def nibbles_of(data: np.ndarray, kind: str) -> Nibbles | None:
+    """A matrix of a GGUF file, where it has four bits a weight.
+
+    Parameters
+    ----------
+    data
+        u8 [N, bytes], as they lie in the file.
+    kind
+        The file's name for how they are packed. Q4_0 has a scale for 32 weights, Q4_1 and Q4_K a
+        least value too, the latter both in six bits for each of eight blocks; others are not these.
+    """
+    if kind not in ("Q4_0", "Q4_1", "Q4_K"):
+        return None
+    size = {"Q4_0": 18, "Q4_1": 20, "Q4_K": 144}[kind]
+    blocks = np.ascontiguousarray(data).reshape(len(data), -1, size)
+
+    def halves(at: int) -> np.ndarray:
+        return blocks[..., at : at + 2].copy().view(np.float16)[..., 0].astype(np.float32)
+
+    scales = halves(0)
+    if kind == "Q4_K":  # 32 bytes hold two blocks of 32, one in their lower halves
+        packed = blocks[..., 4:16].astype(np.uint8)
+        low, high, more = packed[..., :4], packed[..., 4:8], packed[..., 8:]
+        factors = np.concatenate([low & 63, (more & 15) | (low >> 6 << 4)], axis=-1)
+        offsets = np.concatenate([high & 63, (more >> 4) | (high >> 6 << 4)], axis=-1)
+        least = -halves(2)[..., None] * offsets
+        scales = scales[..., None] * factors
+        packed = blocks[..., 16:].reshape(*blocks.shape[:2], 4, 32)
+    else:  # 16 bytes hold one, the first half of it in their lower halves
+        least = -8 * scales if kind == "Q4_0" else halves(2)
+        packed = blocks[..., -16:]
+    q = np.stack([packed & 15, packed >> 4], axis=-2)
+    made = (torch.from_numpy(part.reshape(len(data), -1)) for part in (q, scales, least))
+    return Nibbles(*made)
+
+
 class GgufSource:
     """A GGUF file; its packed tensors are unpacked one at a time."""
 
@@ -100,19 +146,29 @@ class GgufSource:
 
     def read(self, name: str) -> Tensor | None:
         """A tensor, or ``None`` if there is none of that name."""
-        stem, _, ending = name.rpartition(".")
-        if stem.startswith("model.layers."):
-            number, _, part = stem.removeprefix("model.layers.").partition(".")
-            found = self._get(f"blk.{number}.{_GGUF_NAMES[part]}.{ending}")
-            heads = {
-                "self_attn.q_proj": self.config.num_attention_heads,
-                "self_attn.k_proj": self.config.num_key_value_heads,
-            }.get(part)
-            if found is not None and heads and self._interleaved:
-                halves = found.view(heads, len(found) // heads // 2, 2, *found.shape[1:])
-                found = halves.transpose(1, 2).flatten(0, 2).contiguous()
+        found = self._get(_gguf_name(name))
+        return None if found is None else self._in_order(name, found)
+
+    def nibbles(self, name: str) -> Nibbles | None:
+        """A matrix that has four bits a weight, as it is; ``None`` for any other."""
+        tensor = self._tensors.get(_gguf_name(name))
+        made = None if tensor is None else nibbles_of(tensor.data, tensor.tensor_type.name)
+        if made is None:
+            return None
+        parts = (made.q, made.scales, made.least)
+        return Nibbles(*(self._in_order(name, part) for part in parts))
+
+    def _in_order(self, name: str, found: Tensor) -> Tensor:
+        """The rows of queries and keys as transformers has them."""
+        part = name.split(".", 3)[-1].removesuffix(".weight").removesuffix(".bias")
+        heads = {
+            "self_attn.q_proj": self.config.num_attention_heads,
+            "self_attn.k_proj": self.config.num_key_value_heads,
+        }.get(part)
+        if not heads or not self._interleaved:
             return found
-        return self._get(f"{_GGUF_NAMES[stem]}.{ending}")
+        halves = found.view(heads, len(found) // heads // 2, 2, *found.shape[1:])
+        return halves.transpose(1, 2).flatten(0, 2).contiguous()
 
     def _get(self, name: str) -> Tensor | None:
         from gguf import dequantize

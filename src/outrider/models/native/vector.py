@@ -38,6 +38,7 @@ __all__ = [
     "float_to_bits",
     "integer_tile",
     "next_ticket",
+    "nibble_tile",
     "pointer",
     "put_half",
     "row_sums",
@@ -103,6 +104,13 @@ def _load(b: Any, address: Any, kind: Any, align: int = 1) -> Any:
 
 def _store(b: Any, value: Any, address: Any, align: int = 1) -> None:
     b.store(value, b.inttoptr(address, value.type.as_pointer()), align=align)
+
+
+def _anew(b: Any, number: Any) -> Any:
+    """The same number, and LLVM does not know. What lies at this address is fetched and unpacked
+    again, which takes less than to set it aside where registers are few."""
+    kind = ir.FunctionType(_i64, [_i64])
+    return b.asm(kind, "", "=r,0", [number], side_effect=True)
 
 
 def _splat(b: Any, value: Any, lanes: int) -> Any:
@@ -273,6 +281,115 @@ def integer_tile(rows: int, groups: int) -> Any:
                 i = r * groups + g
                 value = b.fmul(b.sitofp(held[i], floats), worth[g])
                 totals.append(_fma(b, value, scale, outer.held[i]))
+        outer.close(totals)
+        _finish(b, totals, rows, groups, out)
+
+    return _intrinsic(10, emit)
+
+
+_PAIRS = QUADS // 4
+"""Pairs of groups of four inputs in half a block: what shares a scale and a least value where
+weights have four bits."""
+_NIBBLES_AT_ONCE = 8 if _WIDE else 4
+
+
+def nibble_tile(rows: int, groups: int) -> Any:
+    """``rows`` rows of bytes times ``groups`` groups of ``LANES`` channels of four bits.
+
+    tile(x, w, blocks, least, scales, bias, row_numbers, out, out_stride, add)
+
+    A weight is scale · q + least with 0 <= q <= 15, and 32 inputs share scale and least. So
+    Σ w x = scale · Σ q x + least · Σ x, the first sum exact and in 16 bits: 32 · 15 · 127 in
+    products of a byte's pairs is 8 · 2 · 15 · 127 = 30480 at most.
+
+    x
+        s8 [blocks, QUADS, rows, 4].
+    w
+        u8 [blocks, QUADS / 2, GROUPS, LANES, 4], of which the tile takes the first ``groups``: the
+        lower half of a byte is of one group of four inputs, the upper half of the next.
+    scales, least
+        f16 [blocks, 2, GROUPS, LANES].
+    row_numbers
+        f32 [blocks, 3, rows]: a row's scale, and the sums of its two halves of the block.
+    """
+
+    def emit(b: Any, x: Any, w: Any, blocks: Any, least: Any, *out: Any) -> None:
+        weight_scales, _, row_numbers = out[:3]
+        longs, floats = ir.VectorType(_i32, LANES), ir.VectorType(_f32, LANES)
+        bytes_, words = ir.VectorType(_i8, 4 * LANES), ir.VectorType(_i16, 2 * LANES)
+        low, four = (ir.Constant(bytes_, [value] * (4 * LANES)) for value in (15, 4))
+        sums, size = (words, 2 * LANES) if DOT == "pairs" else (longs, LANES)
+        nothing = ir.Constant(sums, [0] * size)
+        line = 4 * LANES * GROUPS
+
+        def add(acc: Any, q: Any, quad: Any) -> Any:
+            if DOT != "pairs":
+                return _dot4(b, acc, q, quad)
+            pairs = _declare(b, "llvm.x86.avx2.pmadd.ub.sw", words, bytes_, bytes_)
+            return b.add(acc, b.call(pairs, [q, quad]))
+
+        def whole(acc: Any) -> Any:
+            if DOT == "pairs":
+                both = _declare(b, "llvm.x86.avx2.pmadd.wd", longs, words, words)
+                acc = b.call(both, [acc, ir.Constant(words, [1] * (2 * LANES))])
+            return b.sitofp(acc, floats)
+
+        def halves(start: Any, half: int, g: int) -> Any:
+            at = b.add(start, _c(2 * LANES * (GROUPS * half + g)))
+            return b.fpext(_load(b, at, _halves, 2), floats)
+
+        outer = _Loop(b, blocks, 1, [ir.Constant(floats, [0.0] * LANES)] * (rows * groups))
+        x_block = b.add(x, b.mul(outer.i, _c(4 * QUADS * rows)))
+        w_block = b.add(w, b.mul(outer.i, _c(2 * _PAIRS * line)))
+        numbers = b.add(row_numbers, b.mul(outer.i, _c(12 * rows)))
+        scales, leasts = (
+            b.add(start, b.mul(outer.i, _c(4 * LANES * GROUPS))) for start in (weight_scales, least)
+        )
+        totals = []
+        parts = -(-rows // _NIBBLES_AT_ONCE)
+        for part in range(parts):
+            some = range(rows * part // parts, rows * (part + 1) // parts)
+            found: list[Any] = []
+            if part:
+                w_block = _anew(b, w_block)
+            for half in range(2):
+                # Unrolled, it would fetch further ahead than there are registers for many rows.
+                count = _c(_PAIRS) if rows <= 2 else _anew(b, _c(_PAIRS))
+                loop = _Loop(b, count, 1, [nothing] * (len(some) * groups))
+                at = b.add(w_block, b.add(b.mul(loop.i, _c(line)), _c(half * _PAIRS * line)))
+                if part == 0:
+                    _prefetch(b, at, line)
+                both = [_load(b, b.add(at, _c(4 * LANES * g)), bytes_) for g in range(groups)]
+                weights = [[b.and_(q, low) for q in both], [b.lshr(q, four) for q in both]]
+                first = b.add(b.mul(loop.i, _c(8 * rows)), _c(half * 8 * _PAIRS * rows))
+                held = list(loop.held)
+                for quad in range(2):
+                    row = b.add(b.add(x_block, first), _c(4 * rows * quad))
+                    for r in some:
+                        value = _splat(b, _load(b, b.add(row, _c(4 * r)), _i32, 4), LANES)
+                        for g in range(groups):
+                            i = (r - some.start) * groups + g
+                            held[i] = add(held[i], weights[quad][g], b.bitcast(value, bytes_))
+                loop.close(held)
+                worth = [halves(scales, half, g) for g in range(groups)]
+                for i, acc in enumerate(held):
+                    value = whole(acc)
+                    if half:
+                        found[i] = _fma(b, value, worth[i % groups], found[i])
+                    else:
+                        found.append(b.fmul(value, worth[i % groups]))
+            base = [[halves(leasts, half, g) for g in range(groups)] for half in range(2)]
+            for r in some:
+                scale, *row_sums = (
+                    _splat(b, _load(b, b.add(numbers, _c(4 * (rows * n + r))), _f32, 4), LANES)
+                    for n in range(3)
+                )
+                for g in range(groups):
+                    total = outer.held[r * groups + g]
+                    total = _fma(b, found[(r - some.start) * groups + g], scale, total)
+                    for half, row_sum in enumerate(row_sums):
+                        total = _fma(b, base[half][g], row_sum, total)
+                    totals.append(total)
         outer.close(totals)
         _finish(b, totals, rows, groups, out)
 

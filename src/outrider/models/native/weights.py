@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar
 
 import torch
-from jaxtyping import Float, Float16, Int16
+from jaxtyping import Float, Float16, Int16, UInt8
 from torch import Tensor
 
 from outrider.errors import ModelFileError
@@ -20,18 +20,21 @@ __all__ = [
     "Kind",
     "Layer",
     "Linear",
+    "Nibbles",
     "Read",
     "Weights",
     "collect",
     "layout",
     "pack",
+    "pack_nibbles",
     "quantize",
     "read_weights",
 ]
 
-Kind = Literal["int8", "bfloat16", "float32"]
+Kind = Literal["int4", "int8", "bfloat16", "float32"]
 INPUT_STEP = 4 * QUADS
 """Rows of activations are padded to a multiple of this, and weights with them."""
+_HALF = INPUT_STEP // 2
 
 _WIDE = GROUPS * LANES
 
@@ -47,16 +50,17 @@ class Linear:
     Parameters
     ----------
     kind
-        Precision of the weights. Rows that meet int8 weights are int8 themselves.
+        Precision of the weights. Rows that meet int8 or int4 weights are int8 themselves.
     weight
         [outputs / C, inputs / t, C, t], where t is 4 for int8 and 1 otherwise: the C channels
-        of a tile side by side. Both sizes are padded with zeros.
+        of a tile side by side. Both sizes are padded with zeros. For int4 [outputs / C,
+        inputs / 8, C, 4]: four inputs in the lower halves of bytes, the next four in the upper.
     scales
         For int8, [outputs / C, inputs / INPUT_STEP, C]: what a unit is worth in each channel and
-        block of inputs.
+        block of inputs; for int4, of half a block.
     sums
-        For int8, laid out alike: each channel's sum over a block, since rows are fed with 128
-        added.
+        Laid out alike. For int8, each channel's sum over a block, since rows are fed with 128
+        added; for int4, the least value of half a block, in float16.
     bias
         Zeros if there is none.
     outputs
@@ -66,7 +70,7 @@ class Linear:
     kind: Kind
     weight: Tensor
     scales: Float16[Tensor, "tiles blocks C"]
-    sums: Int16[Tensor, "tiles blocks C"]
+    sums: Int16[Tensor, "tiles blocks C"] | Float16[Tensor, "tiles blocks C"]
     bias: Float[Tensor, " N"]
     outputs: int
 
@@ -78,7 +82,7 @@ class Linear:
     @property
     def padded_inputs(self) -> int:
         """Inputs with padding."""
-        return self.weight.shape[1] * self.weight.shape[3]
+        return self.weight.shape[1] * self.weight.shape[3] * (2 if self.kind == "int4" else 1)
 
     def rows(self, tokens: list[int]) -> Float[Tensor, "n K"]:
         """Some channels' weights as they were: an embedding, where it is tied to the head."""
@@ -92,6 +96,38 @@ class Linear:
 
 
 Layer = llama.Layer[Linear]
+_KINDS: dict[torch.dtype, Kind] = {
+    torch.uint8: "int4",
+    torch.int8: "int8",
+    torch.bfloat16: "bfloat16",
+    torch.float32: "float32",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Nibbles:
+    """A matrix of four bits a weight, w = scale · q + least for each 32 inputs of a channel.
+
+    Parameters
+    ----------
+    q
+        0 to 15.
+    scales, least
+        What a unit is worth, and a weight of 0.
+    """
+
+    q: UInt8[Tensor, "N K"]
+    scales: Float[Tensor, "N halves"]
+    least: Float[Tensor, "N halves"]
+
+    @classmethod
+    def nearest(cls, weight: Float[Tensor, "N K"]) -> Nibbles:
+        """The grid from the least to the largest of each 32, and on it the nearest to each."""
+        blocks = weight.view(len(weight), -1, _HALF)
+        least = blocks.amin(-1).half().float()
+        scales = ((blocks.amax(-1) - least) / 15).half().float()
+        steps = (blocks - least[..., None]) / scales.clamp_min(2**-24)[..., None]
+        return cls(steps.round_().clamp_(0, 15).to(torch.uint8).flatten(1), scales, least)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,15 +149,21 @@ class Weights(llama.Llama[Linear]):
         for i, layer in enumerate(self.layers):
             yield from _state(f"layers.{i}", layer)
 
+    @property
+    def kind(self) -> Kind:
+        """Precision of the layers: the least of any."""
+        kinds = {w.kind for layer in self.layers for w in _linears(layer)}
+        return "int4" if "int4" in kinds else self.head.kind
+
     @classmethod
-    def from_state(cls, state: Mapping[str, Tensor], layers: int, kind: Kind) -> Weights:
+    def from_state(cls, state: Mapping[str, Tensor], layers: int) -> Weights:
         """Undo ``state``."""
 
         def linear(name: str) -> Linear:
             weight, scales, sums, bias, outputs = (
                 state[f"{name}.{part}"] for part in ("weight", "scales", "sums", "bias", "outputs")
             )
-            return Linear(kind, weight, scales, sums, bias, int(outputs))
+            return Linear(_KINDS[weight.dtype], weight, scales, sums, bias, int(outputs))
 
         def layer(name: str) -> Layer:
             made: dict[str, Any] = {}
@@ -146,6 +188,11 @@ class Weights(llama.Llama[Linear]):
         return sum(value.nbytes for name, value in self.state() if name != "embedding")
 
 
+def _linears(layer: Layer) -> Iterator[Linear]:
+    values = (getattr(layer, field.name) for field in fields(layer))
+    return (value for value in values if isinstance(value, Linear))
+
+
 def _state(prefix: str, part: Any) -> Iterator[tuple[str, Tensor]]:
     for field in fields(part):
         value = getattr(part, field.name)
@@ -159,7 +206,7 @@ def _state(prefix: str, part: Any) -> Iterator[tuple[str, Tensor]]:
 
 def layout(kind: Kind) -> str:
     """What a packed copy depends on besides its source: another machine's may not fit here."""
-    return f"6-{kind}-{LANES}-{DOT if kind == 'int8' else ''}"
+    return f"6-{kind}-{LANES}-{DOT if kind in ('int4', 'int8') else ''}"
 
 
 def quantize(weight: Float[Tensor, "N K"], bound_pairs: bool) -> tuple[Tensor, Tensor]:
@@ -184,9 +231,31 @@ def quantize(weight: Float[Tensor, "N K"], bound_pairs: bool) -> tuple[Tensor, T
     return (blocks / scales.float()[..., None]).round_().to(torch.int8).flatten(1), scales
 
 
+def pack_nibbles(made: Nibbles, bias: Tensor | None) -> Linear:
+    """Pad and lay out one matrix of four bits a weight."""
+    outputs, inputs = made.q.shape
+    N, K = (-(-size // step) * step for size, step in
+            ((outputs, _WIDE), (inputs, INPUT_STEP)))  # fmt: skip
+    q = torch.nn.functional.pad(made.q, (0, K - inputs, 0, N - outputs))
+    groups = q.view(N // _WIDE, _WIDE, K // 8, 2, 4)
+    weight = (groups[:, :, :, 0] | (groups[:, :, :, 1] << 4)).transpose(1, 2).contiguous()
+
+    def by_tile(values: Tensor) -> Tensor:
+        whole = torch.nn.functional.pad(values, (0, K // _HALF - values.shape[1], 0, N - outputs))
+        return whole.half().view(-1, _WIDE, K // _HALF).transpose(1, 2).contiguous()
+
+    full = torch.zeros(N)
+    if bias is not None:
+        full[:outputs] = bias
+    return Linear("int4", weight, by_tile(made.scales), by_tile(made.least), full, outputs)
+
+
 def pack(weight: Float[Tensor, "N K"], bias: Tensor | None, kind: Kind) -> Linear:
     """Pad, quantize and lay out one matrix."""
     outputs, inputs = weight.shape
+    if kind == "int4":
+        padded = torch.nn.functional.pad(weight.float(), (0, -inputs % _HALF))
+        return pack_nibbles(Nibbles.nearest(padded), bias)
     N, K = (-(-size // step) * step for size, step in
             ((outputs, _WIDE), (inputs, INPUT_STEP)))  # fmt: skip
     padded = torch.nn.functional.pad(weight.float(), (0, K - inputs, 0, N - outputs))
@@ -212,7 +281,7 @@ def pack(weight: Float[Tensor, "N K"], bias: Tensor | None, kind: Kind) -> Linea
 def collect(
     read: Read,
     a: Architecture,
-    matrix: Callable[[Tensor, Tensor | None], M],
+    matrix: Callable[[Tensor, Tensor | None, Sequence[str]], M],
     vector: Callable[[Tensor], Tensor],
 ) -> llama.Llama[M]:
     """Put a model together from its tensors, one layer at a time.
@@ -220,7 +289,8 @@ def collect(
     Parameters
     ----------
     matrix
-        From a weight, float32 [outputs, inputs], and a bias to what a linear layer holds.
+        From a weight, float32 [outputs, inputs], a bias and the names of the tensors that the
+        weight is made of, one below the other, to what a linear layer holds.
     vector
         The same for a norm's weight, and for an embedding that is not the head's.
 
@@ -250,14 +320,15 @@ def collect(
         return found
 
     def linear(prefix: str, inputs: int, **outputs: int) -> M:
-        weights = [tensor(f"{prefix}.{n}.weight", size, inputs) for n, size in outputs.items()]
+        names = [f"{prefix}.{n}.weight" for n in outputs]
+        sizes = outputs.values()
+        weights = [tensor(n, size, inputs) for n, size in zip(names, sizes, strict=True)]
         biases = [tensor(f"{prefix}.{n}.bias", size, needed=False) for n, size in outputs.items()]
         bias = None
         if any(b is not None for b in biases):
-            sizes = outputs.values()
             pairs = zip(biases, sizes, strict=True)
             bias = torch.cat([torch.zeros(size) if b is None else b for b, size in pairs])
-        return matrix(torch.cat([w for w in weights if w is not None]), bias)
+        return matrix(torch.cat([w for w in weights if w is not None]), bias, names)
 
     def norm(name: str, size: int = a.hidden, needed: bool = True) -> Any:
         found = tensor(f"{name}.weight", size, needed=needed)
@@ -283,13 +354,25 @@ def collect(
     assert table is not None
     own = None if a.tied else tensor("lm_head.weight", a.vocab_size, d)
     embedding = None if own is None else vector(table)
-    return llama.Llama(
-        layers, norm("model.norm"), matrix(table if own is None else own, None), embedding
-    )
+    head = matrix(table if own is None else own, None, ())
+    return llama.Llama(layers, norm("model.norm"), head, embedding)
 
 
-def read_weights(read: Read, a: Architecture, kind: Kind) -> Weights:
+def read_weights(
+    read: Read,
+    a: Architecture,
+    kind: Kind,
+    nibbles: Callable[[str], Nibbles | None] | None = None,
+) -> Weights:
     """Collect and pack a model's tensors.
+
+    With int4 the head, and an embedding that is tied to it, are int8.
+
+    Parameters
+    ----------
+    nibbles
+        For int4, from a tensor's name to its four bits a weight; what has none becomes int8.
+        Without it, whatever there is becomes int4.
 
     Raises
     ------
@@ -301,7 +384,18 @@ def read_weights(read: Read, a: Architecture, kind: Kind) -> Weights:
         embeds = values.ndim == 2 and kind != "float32"
         return values.bfloat16() if embeds else values.contiguous()
 
-    made = collect(read, a, lambda weight, bias: pack(weight, bias, kind), vector)
+    def matrix(weight: Tensor, bias: Tensor | None, names: Sequence[str]) -> Linear:
+        if kind != "int4" or not names:
+            return pack(weight, bias, "int8" if kind == "int4" else kind)
+        if nibbles is None:
+            return pack(weight, bias, kind)
+        found = [made for made in map(nibbles, names) if made is not None]
+        if len(found) < len(names):
+            return pack(weight, bias, "int8")
+        parts = zip(*((made.q, made.scales, made.least) for made in found), strict=True)
+        return pack_nibbles(Nibbles(*map(torch.cat, parts)), bias)
+
+    made = collect(read, a, matrix, vector)
     return Weights(made.layers, made.norm, made.head, made.embedding)
 
 
