@@ -613,7 +613,7 @@ class Engine:
     def _default_drafter(self, trees: bool) -> str:
         """The head that comes with the target, where it runs as the head knows it; else the text
         itself is looked up."""
-        if getattr(self.model, "kind", "") in ("int4", "int8") and shipped_head(self.model.name):
+        if getattr(self.model, "kind", "") == "int8" and shipped_head(self.model.name):
             return "suffix:match=3+eagle" if trees else "suffix:match=3+eagle#chain"
         return "ngram"
 
