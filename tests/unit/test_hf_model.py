@@ -22,7 +22,13 @@ from outrider.drafters.script import ScriptDrafter
 from outrider.drafters.shape import parse_shape
 from outrider.engine import round as engine_round
 from outrider.engine.prefix import Prefix
-from outrider.errors import ModelError, ModelFileError, NotEnoughMemoryError, RollbackError
+from outrider.errors import (
+    ModelError,
+    ModelFileError,
+    NotEnoughMemoryError,
+    RollbackError,
+    UnsupportedError,
+)
 from outrider.models import hf, memory
 from outrider.models.hf import HFModel
 from outrider.models.locate import Located, locate
@@ -561,3 +567,10 @@ def test_prefill_tells_of_its_progress():
     heard: list[tuple[int, int]] = []
     model.prefill(model.new_cache(1024), some_tokens(700), lambda *told: heard.append(told))
     assert heard == [(512, 700), (700, 700)]
+
+
+@pytest.mark.parametrize("dtype", ["int4", "int8"])
+def test_whole_numbers_are_for_the_native_runtime(tmp_path, dtype):
+    save(new_module("llama"), tmp_path)
+    with pytest.raises(UnsupportedError, match=f"--dtype {dtype}"):
+        Engine.load(str(tmp_path), runtime="hf", dtype=dtype)

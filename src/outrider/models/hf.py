@@ -27,6 +27,7 @@ from outrider.errors import (
     ModelNotFoundError,
     OutriderError,
     ProposalError,
+    UnsupportedError,
 )
 from outrider.models import attention, catalogue, memory
 from outrider.models.adapter import Adapter, LiveAdapter, merge_into, read_adapter
@@ -409,6 +410,8 @@ def load(
 
     Raises
     ------
+    UnsupportedError
+        When the dtype is one of whole numbers.
     ModelFileError
         When the files are broken or of a kind that transformers cannot load.
     ModelNotFoundError
@@ -421,6 +424,12 @@ def load(
     """
     device = device or default_device()
     dtype = dtype or default_dtype(device)
+    if not dtype.is_floating_point:
+        raise UnsupportedError(
+            f"transformers computes with floats; got --dtype {str(dtype).removeprefix('torch.')}.",
+            hint="Use --dtype bfloat16 or float32, or a model that the native runtime runs "
+            "(outrider models info NAME).",
+        )
     adapter = None if located.adapter is None else read_adapter(located.adapter)
     if device == "cpu":
         memory.check_weights(_cheapest(located, dtype), dtype)
