@@ -19,6 +19,7 @@ from outrider.models.native.vector import (
     BLOCK,
     GROUPS,
     LANES,
+    NIBBLE_ROWS,
     QUADS,
     QUERIES,
     ROWS,
@@ -196,9 +197,9 @@ def _largest_size(x: Any) -> Any:
 
 
 @njit(inline="always")
-def _block_rows(rows: Any) -> Any:
-    """Rows of each block but the last: as even as can be, and at most ROWS."""
-    blocks = (rows + ROWS - 1) // ROWS
+def _block_rows(rows: Any, most: Any) -> Any:
+    """Rows of each block but the last: as even as can be."""
+    blocks = (rows + most - 1) // most
     return (rows + blocks - 1) // blocks
 
 
@@ -206,11 +207,12 @@ def _block_rows(rows: Any) -> Any:
 def _hand_over(y: Any, row: Any, rows: Any, out: Any, scales: Any, quantized: Any) -> None:
     """Write a row where the tiles of a linear layer expect it: next to its block-mates.
 
-    Rows go in blocks of at most ROWS; within one, f32 [inputs, rows] (``quantized`` 0), or bytes
+    Rows go in blocks of at most ROWS, or NIBBLE_ROWS (``SIGNED``); within one, f32 [inputs, rows]
+    (``quantized`` 0), or bytes
     [quads, rows, 4], with numbers for each QUADS quads: with 128 added, and the row's scale (1); or
     as they are, and its scale and the sums of both halves (``SIGNED``).
     """
-    width, size = len(y), _block_rows(rows)
+    width, size = len(y), _block_rows(rows, NIBBLE_ROWS if quantized == SIGNED else ROWS)
     start = row // size * size
     mates, place = min(size, rows - start), row - start
     if quantized == 0:
@@ -368,7 +370,8 @@ def _tile(kind: str) -> Any:
         "bfloat16": partial(float_tile, half=True),
         "float32": partial(float_tile, half=False),
     }
-    made = [tiles[kind](rows, GROUPS) for rows in range(1, ROWS + 1)]
+    most = NIBBLE_ROWS if kind == "int4" else ROWS
+    made = [tiles[kind](min(rows, most), GROUPS) for rows in range(1, ROWS + 1)]
     t1, t2, t3, t4, t5, t6, t7, t8 = made
 
     def tile(
@@ -403,7 +406,7 @@ def _linear(kind: str) -> Any:
     }[kind]  # fmt: skip
     together = 4 * QUADS if row_bytes == 1 else 1
     # Of weights in four bits half a block has a scale, and of rows that meet them both have a sum.
-    halves, numbers = (2, 3) if kind == "int4" else (1, 1)
+    halves, numbers, most = (2, 3, NIBBLE_ROWS) if kind == "int4" else (1, 1, ROWS)
 
     def work(arguments: Any, thread: Any, threads: Any) -> None:
         # Threads draw portions, since a machine that does something else besides would otherwise
@@ -417,7 +420,7 @@ def _linear(kind: str) -> Any:
         if head:
             rows -= frame[FRAME.first]
             out = frame[FRAME.logits]
-        size, wide, blocks = _block_rows(rows), GROUPS * LANES, inputs // together
+        size, wide, blocks = _block_rows(rows, most), GROUPS * LANES, inputs // together
         tiles, shares = outputs // wide, min(threads, SHARES)
         portion = max(1, min(_PORTION, tiles // (8 * threads)))
         for turn in range(shares):

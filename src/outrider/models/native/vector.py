@@ -25,6 +25,7 @@ __all__ = [
     "DOT",
     "GROUPS",
     "LANES",
+    "NIBBLE_ROWS",
     "QUADS",
     "QUERIES",
     "ROWS",
@@ -107,8 +108,7 @@ def _store(b: Any, value: Any, address: Any, align: int = 1) -> None:
 
 
 def _anew(b: Any, number: Any) -> Any:
-    """The same number, and LLVM does not know. What lies at this address is fetched and unpacked
-    again, which takes less than to set it aside where registers are few."""
+    """The same number, and LLVM does not know which."""
     kind = ir.FunctionType(_i64, [_i64])
     return b.asm(kind, "", "=r,0", [number], side_effect=True)
 
@@ -290,7 +290,10 @@ def integer_tile(rows: int, groups: int) -> Any:
 _PAIRS = QUADS // 4
 """Pairs of groups of four inputs in half a block: what shares a scale and a least value where
 weights have four bits."""
-_NIBBLES_AT_ONCE = 8 if _WIDE else 4
+
+NIBBLE_ROWS = 8 if _WIDE else 4
+"""Rows that a tile of such weights takes at most: more sums than there are registers for would be
+set aside and fetched again at the end of each half block."""
 
 
 def nibble_tile(rows: int, groups: int) -> Any:
@@ -345,51 +348,44 @@ def nibble_tile(rows: int, groups: int) -> Any:
         scales, leasts = (
             b.add(start, b.mul(outer.i, _c(4 * LANES * GROUPS))) for start in (weight_scales, least)
         )
+        found: list[Any] = []
+        for half in range(2):
+            # Unrolled, it would fetch further ahead than there are registers for many rows.
+            count = _c(_PAIRS) if rows <= 2 else _anew(b, _c(_PAIRS))
+            loop = _Loop(b, count, 1, [nothing] * (rows * groups))
+            at = b.add(w_block, b.add(b.mul(loop.i, _c(line)), _c(half * _PAIRS * line)))
+            _prefetch(b, at, line)
+            both = [_load(b, b.add(at, _c(4 * LANES * g)), bytes_) for g in range(groups)]
+            weights = [[b.and_(q, low) for q in both], [b.lshr(q, four) for q in both]]
+            first = b.add(b.mul(loop.i, _c(8 * rows)), _c(half * 8 * _PAIRS * rows))
+            held = list(loop.held)
+            for quad in range(2):
+                row = b.add(b.add(x_block, first), _c(4 * rows * quad))
+                for r in range(rows):
+                    value = _splat(b, _load(b, b.add(row, _c(4 * r)), _i32, 4), LANES)
+                    for g in range(groups):
+                        i = r * groups + g
+                        held[i] = add(held[i], weights[quad][g], b.bitcast(value, bytes_))
+            loop.close(held)
+            worth = [halves(scales, half, g) for g in range(groups)]
+            for i, acc in enumerate(held):
+                value = whole(acc)
+                if half:
+                    found[i] = _fma(b, value, worth[i % groups], found[i])
+                else:
+                    found.append(b.fmul(value, worth[i % groups]))
+        base = [[halves(leasts, half, g) for g in range(groups)] for half in range(2)]
         totals = []
-        parts = -(-rows // _NIBBLES_AT_ONCE)
-        for part in range(parts):
-            some = range(rows * part // parts, rows * (part + 1) // parts)
-            found: list[Any] = []
-            if part:
-                w_block = _anew(b, w_block)
-            for half in range(2):
-                # Unrolled, it would fetch further ahead than there are registers for many rows.
-                count = _c(_PAIRS) if rows <= 2 else _anew(b, _c(_PAIRS))
-                loop = _Loop(b, count, 1, [nothing] * (len(some) * groups))
-                at = b.add(w_block, b.add(b.mul(loop.i, _c(line)), _c(half * _PAIRS * line)))
-                if part == 0:
-                    _prefetch(b, at, line)
-                both = [_load(b, b.add(at, _c(4 * LANES * g)), bytes_) for g in range(groups)]
-                weights = [[b.and_(q, low) for q in both], [b.lshr(q, four) for q in both]]
-                first = b.add(b.mul(loop.i, _c(8 * rows)), _c(half * 8 * _PAIRS * rows))
-                held = list(loop.held)
-                for quad in range(2):
-                    row = b.add(b.add(x_block, first), _c(4 * rows * quad))
-                    for r in some:
-                        value = _splat(b, _load(b, b.add(row, _c(4 * r)), _i32, 4), LANES)
-                        for g in range(groups):
-                            i = (r - some.start) * groups + g
-                            held[i] = add(held[i], weights[quad][g], b.bitcast(value, bytes_))
-                loop.close(held)
-                worth = [halves(scales, half, g) for g in range(groups)]
-                for i, acc in enumerate(held):
-                    value = whole(acc)
-                    if half:
-                        found[i] = _fma(b, value, worth[i % groups], found[i])
-                    else:
-                        found.append(b.fmul(value, worth[i % groups]))
-            base = [[halves(leasts, half, g) for g in range(groups)] for half in range(2)]
-            for r in some:
-                scale, *row_sums = (
-                    _splat(b, _load(b, b.add(numbers, _c(4 * (rows * n + r))), _f32, 4), LANES)
-                    for n in range(3)
-                )
-                for g in range(groups):
-                    total = outer.held[r * groups + g]
-                    total = _fma(b, found[(r - some.start) * groups + g], scale, total)
-                    for half, row_sum in enumerate(row_sums):
-                        total = _fma(b, base[half][g], row_sum, total)
-                    totals.append(total)
+        for r in range(rows):
+            scale, *row_sums = (
+                _splat(b, _load(b, b.add(numbers, _c(4 * (rows * n + r))), _f32, 4), LANES)
+                for n in range(3)
+            )
+            for g in range(groups):
+                total = _fma(b, found[r * groups + g], scale, outer.held[r * groups + g])
+                for half, row_sum in enumerate(row_sums):
+                    total = _fma(b, base[half][g], row_sum, total)
+                totals.append(total)
         outer.close(totals)
         _finish(b, totals, rows, groups, out)
 
