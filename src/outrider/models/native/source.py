@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from outrider.models.native.weights import Nibbles
 __all__ = ["FolderSource", "GgufSource", "Source", "nibbles_of"]
 
 
+@runtime_checkable
 class Source(Protocol):
     """A model's configuration and tensors, under transformers' names."""
 
