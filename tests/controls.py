@@ -76,10 +76,7 @@ class NoResidual(Rejection):
     """Repairs from p."""
 
     def judge(self, target, proposal, chooser, position, round):
-        verdict = super().judge(target, proposal, chooser, position, round)
-        last = verdict.path[-1] if verdict.path else ROOT
-        where = Place(position + len(verdict.path), "residual", round, 77)
-        return replace(verdict, token=chooser.draw(target(last), where))
+        return _walk(target, proposal, chooser, position, round, residual=lambda p, q: p)
 
 
 class SwappedResidual(Rejection):
