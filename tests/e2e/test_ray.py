@@ -31,6 +31,8 @@ PROMPT = "abcabcab"
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # What is slow to start on a busy machine is given up after five seconds otherwise.
+    os.environ["RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"] = str(HANGS_S)
     ray.init(
         address="local",
         num_cpus=2,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -11,6 +12,7 @@ from threading import Event
 from types import FrameType
 
 from ray import serve
+from ray.exceptions import RayError
 
 from outrider.engine.cluster import connected, share_of
 from outrider.errors import ModelError
@@ -20,6 +22,9 @@ from outrider.serve.ray_app import APPLICATION, Plan, Scale, application
 __all__ = ["run"]
 
 _LAST_WORDS_S = 5.0
+_PATIENCE, _PATIENCE_S = "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60"
+"""Ray gives a process that is to listen five seconds to start, which a busy machine may need for
+its imports alone. A cluster that runs already has a patience of its own."""
 
 
 def run(
@@ -58,15 +63,22 @@ def run(
     Raises
     ------
     ModelError
-        When a replica cannot load its model; Ray's logs say why.
+        When Ray Serve does not start, or a replica cannot load its model; Ray's logs say why.
     """
+    os.environ.setdefault(_PATIENCE, _PATIENCE_S)
     with connected(cluster) as nodes, _signals(stop or Event()) as stopped:
         plan = replace(plan, share=share_of(nodes, scale.most, plan.load.get("device")))
         log("deploying", replicas=scale.most, cpus=plan.share.cpus, gpus=plan.share.gpus)
         logging.getLogger("ray.serve").setLevel(logging.WARNING)  # the log here is ours, in JSON
         alone = not serve.status().proxies
         try:
-            serve.start(http_options={"host": host, "port": port})
+            try:
+                serve.start(http_options={"host": host, "port": port})
+            except RayError as error:
+                raise ModelError(
+                    f"Ray Serve could not be started: {str(error).splitlines()[0]}",
+                    hint=f"On a busy machine more patience may help: {_PATIENCE}=300.",
+                ) from error
             app = application(plan, scale, drain_s=drain_s, api_key=api_key, hosts=hosts)
             try:
                 front = serve.run(app, name=APPLICATION, route_prefix="/")
