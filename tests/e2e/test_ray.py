@@ -138,6 +138,25 @@ def test_a_bench_on_a_cluster_names_who_measured(cluster, capsys, tmp_path):
     assert len(log.read_text().splitlines()) >= len(records)
 
 
+def test_a_server_that_does_not_start_says_why(cluster, monkeypatch):
+    from outrider.serve import ray_server
+    from outrider.serve.limits import Limits
+    from outrider.serve.ray_app import Plan, Scale
+
+    def give_up(**options: Any) -> None:
+        raise ray.exceptions.RayError("the listener is dead")
+
+    monkeypatch.setattr(ray_server.serve, "start", give_up)
+    plan = Plan(
+        TARGET, {"drafter": "ngram"}, "toy", "ngram", Limits(), max_batch=4, queue=16,
+        cache_bytes=None, share=Share(1),
+    )  # fmt: skip
+    with pytest.raises(ModelError, match="could not be started: the listener is dead"):
+        ray_server.run(
+            plan, Scale(1, 1), cluster="auto", host="127.0.0.1", port=0, drain_s=1.0, ready=print
+        )
+
+
 class Serving:
     """``outrider serve --ray`` in a thread: two replicas."""
 
