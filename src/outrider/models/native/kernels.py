@@ -39,7 +39,7 @@ from outrider.models.native.vector import (
     row_sums,
 )
 
-__all__ = ["FRAME", "LINEAR", "LOOK_UP", "MAX_ROWS", "SHARES", "SIGNED", "Frame", "drive", "kernel"]
+__all__ = ["FRAME", "LINEAR", "MAX_ROWS", "SHARES", "SIGNED", "Frame", "drive", "kernel"]
 
 MAX_ROWS = 64
 """Rows that one pass can feed."""
@@ -322,34 +322,22 @@ def look_up_int8(arguments: Any, thread: Any, threads: Any) -> None:
 
 
 @kernel
-def look_up_bfloat16(arguments: Any, thread: Any, threads: Any) -> None:
-    """A token's numbers, which are the first halves of float32s."""
-    a = _ints(arguments, 8)
+def look_up_floats(arguments: Any, thread: Any, threads: Any) -> None:
+    """A token's numbers; those of bfloat16 are the first halves of float32s."""
+    a = _ints(arguments, 9)
     frame = _ints(a[0], FRAME.size)
-    wide, inputs, width = a[3], a[4], a[5]
+    wide, inputs, width, half = a[3], a[4], a[5], a[8]
     for row in range(thread, frame[FRAME.rows], threads):
         tile, place = frame[FRAME.token + row] // wide, frame[FRAME.token + row] % wide
-        own = _halves(a[1] + 2 * tile * inputs * wide, inputs * wide)
         into = _floats(a[6] + 4 * row * a[7], width)
-        for i in range(width):
-            into[i] = bits_to_float(int32(int32(own[i * wide + place]) << int32(16)))
-
-
-@kernel
-def look_up_float32(arguments: Any, thread: Any, threads: Any) -> None:
-    """A token's numbers."""
-    a = _ints(arguments, 8)
-    frame = _ints(a[0], FRAME.size)
-    wide, inputs, width = a[3], a[4], a[5]
-    for row in range(thread, frame[FRAME.rows], threads):
-        tile, place = frame[FRAME.token + row] // wide, frame[FRAME.token + row] % wide
-        own = _floats(a[1] + 4 * tile * inputs * wide, inputs * wide)
-        into = _floats(a[6] + 4 * row * a[7], width)
-        for i in range(width):
-            into[i] = own[i * wide + place]
-
-
-LOOK_UP = {"int8": look_up_int8, "bfloat16": look_up_bfloat16, "float32": look_up_float32}
+        if half:
+            short = _halves(a[1] + 2 * tile * inputs * wide, inputs * wide)
+            for i in range(width):
+                into[i] = bits_to_float(int32(int32(short[i * wide + place]) << int32(16)))
+        else:
+            own = _floats(a[1] + 4 * tile * inputs * wide, inputs * wide)
+            for i in range(width):
+                into[i] = own[i * wide + place]
 
 
 # ---- linear layers -------------------------------------------------------------------------------

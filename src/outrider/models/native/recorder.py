@@ -19,13 +19,14 @@ from outrider.models.native.architecture import Architecture
 from outrider.models.native.kernels import (
     FRAME,
     LINEAR,
-    LOOK_UP,
     MAX_ROWS,
     SHARES,
     SIGNED,
     Kernel,
     attend,
     hand_heads,
+    look_up_floats,
+    look_up_int8,
     norm,
     remember,
     swiglu,
@@ -192,7 +193,11 @@ class _Recorder(Steps):
             else ("float32" if own.dtype == torch.float32 else "bfloat16", own, 1, own.shape[1])
         )
         places = (numbers.data_ptr(), head.scales.data_ptr(), wide, inputs, width)
-        self._step(LOOK_UP[kind], *places, into.data_ptr(), into.shape[1])
+        where = (*places, into.data_ptr(), into.shape[1])
+        if kind == "int8":
+            self._step(look_up_int8, *where)
+        else:
+            self._step(look_up_floats, *where, int(kind == "bfloat16"))
         self.held.append(table)
         return into
 
