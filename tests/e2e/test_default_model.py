@@ -69,7 +69,7 @@ def drafter_for(name, smollm, shallow, expected):
 
 def test_the_default_is_the_native_runtime(smollm):
     assert isinstance(smollm.model, NativeModel)
-    assert smollm.model.kind == "int8"
+    assert smollm.model.kind == "int4"
 
 
 def test_numbers_do_not_depend_on_the_block(smollm):

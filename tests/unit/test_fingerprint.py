@@ -156,7 +156,7 @@ class TestWeightsDigest:
 
     def test_is_kept_until_the_files_change(self, folder, monkeypatch, cache):
         before = weights_digest(folder)
-        (kept,) = (cache / "fingerprints").iterdir()
+        (kept,) = (cache / "notes").iterdir()
         assert kept.read_text() == before
         with monkeypatch.context() as patch:
             patch.setattr(module, "_safetensors", lambda file: pytest.fail("read again"))

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import hashlib
 import json
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -72,6 +74,23 @@ class TestFile:
         assert locate("some.model.gguf") == Located(
             "gguf", "some.model", path=Path("some.model.gguf")
         )
+
+    def test_a_file_of_the_catalogue_is_known_wherever_it_lies(self, monkeypatch):
+        data = HEADER + b"weights"
+        entry = replace(
+            catalogue.CATALOGUE["smollm2-135m"],
+            name="known",
+            sha256=hashlib.sha256(data).hexdigest(),
+            size_bytes=len(data),
+        )
+        monkeypatch.setattr(catalogue, "CATALOGUE", {"known": entry})
+        Path("folder").mkdir()
+        for place in (Path("any.gguf"), Path("folder/x.gguf")):
+            place.write_bytes(data)
+        assert locate("any.gguf") == Located("gguf", "known", path=Path("any.gguf"))
+        assert locate("folder").name == "known"
+        Path("any.gguf").write_bytes(HEADER + b"weighty")
+        assert locate("any.gguf").name == "any"
 
     def test_magic_decides_and_not_the_suffix(self):
         Path("weights").write_bytes(HEADER)

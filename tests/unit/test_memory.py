@@ -8,7 +8,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 from safetensors.torch import save_file
 
 from outrider.errors import ModelFileError, NotEnoughMemoryError
@@ -30,7 +30,7 @@ CONFIG = {
 }
 
 
-def write_gguf(path: Path, *, weights: bool = True) -> Located:
+def write_gguf(path: Path, *, weights: bool = True, kind: str = "Q4_1") -> Located:
     writer = GGUFWriter(path, "llama")
     writer.add_context_length(256)
     writer.add_embedding_length(H)
@@ -42,8 +42,9 @@ def write_gguf(path: Path, *, weights: bool = True) -> Located:
         for name in NORMS:
             writer.add_tensor(name, np.ones(H, np.float32))
         for name in ("token_embd.weight", "output.weight"):
-            packed = np.zeros((V, H // 32 * 20), np.uint8)  # Q4_1: 20 bytes for 32 weights
-            writer.add_tensor(name, packed, raw_dtype=GGMLQuantizationType.Q4_1)
+            made_of, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+            packed = np.zeros((V, H // made_of * size), np.uint8)
+            writer.add_tensor(name, packed, raw_dtype=GGMLQuantizationType[kind])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -15,14 +15,17 @@ from torch import Tensor
 from outrider import Engine
 from outrider.core.proposal import Proposal
 from outrider.models.adapter import Adapter, Change, Merging
+from outrider.models.locate import Located
+from outrider.models.memory import INT4
 from outrider.models.native.architecture import Architecture
 from outrider.models.native.kernels import FRAME, MAX_ROWS, hand_heads
-from outrider.models.native.load import _pack
+from outrider.models.native.load import _pack, dtype_for
 from outrider.models.native.recorder import Program, Steps
 from outrider.models.native.source import GgufSource, nibbles_of
 from outrider.models.native.vector import LANES
 from outrider.models.native.weights import INPUT_STEP, Linear, Nibbles, pack, pack_nibbles
 from tests.small_models import new_module
+from tests.unit.test_memory import write_gguf
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -192,8 +195,25 @@ def test_what_an_adapter_changes_has_eight():
     assert weights.kind == "int8"
 
 
+@pytest.mark.parametrize(
+    ("kind", "own"), [("Q4_0", INT4), ("Q4_1", INT4), ("Q8_0", torch.int8), ("Q5_1", torch.int8)]
+)
+def test_a_file_keeps_its_four_bits_unless_something_else_is_asked_for(kind, own, tmp_path):
+    located = write_gguf(tmp_path / "some.gguf", kind=kind)
+    assert dtype_for(located) == own
+    assert dtype_for(located, torch.bfloat16) == torch.bfloat16
+    assert dtype_for(located, torch.int8) == torch.int8
+
+
+def test_weights_of_a_folder_become_int8(tmp_path):
+    assert dtype_for(Located("folder", "some", path=tmp_path)) == torch.int8
+
+
 @pytest.mark.model
 class TestTheDefaultModel:
+    def test_it_keeps_its_four_bits(self, smollm):
+        assert (smollm.model.kind, smollm.fingerprint().precision) == ("int4", "int4")
+
     def test_its_matrices_are_those_of_its_file(self, smollm):
         source = GgufSource(smollm.located.path)
         for layer in (0, 17):

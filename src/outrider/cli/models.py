@@ -140,10 +140,12 @@ def info(
         import torch
 
         from outrider.models.hf import default_device, default_dtype
+        from outrider.models.native.load import dtype_for
 
         place = draft_device(where) or default_device()
-        packed = runtime == "native" and place == "cpu"
-        kind = kind or (torch.int8 if packed else default_dtype(place))
+        if runtime == "native" and place == "cpu":
+            kind = dtype_for(located, kind)
+        kind = kind or default_dtype(place)
         # Beside weights of 4 and 8 bits, keys and values are kept in 16.
         kept = torch.float16 if kind in (INT4, torch.int8) else kind
         result |= asdict(found)

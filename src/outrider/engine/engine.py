@@ -41,7 +41,7 @@ from outrider.engine.round import Session
 from outrider.engine.transcript import Transcript
 from outrider.errors import OutriderError, PromptError, RollbackError, SamplingError, UsageError
 from outrider.models.adapter import read_adapter
-from outrider.models.drafts import read_record
+from outrider.models.drafts import describe, read_record
 from outrider.models.fingerprint import Fingerprint, fingerprint
 from outrider.models.heads.folder import shipped_head
 from outrider.models.hf import HFModel, eos_token_ids
@@ -613,7 +613,9 @@ class Engine:
     def _default_drafter(self, trees: bool) -> str:
         """The head that comes with the target, where it runs as the head knows it; else the text
         itself is looked up."""
-        if getattr(self.model, "kind", "") == "int8" and shipped_head(self.model.name):
+        head = shipped_head(self.model.name)
+        made_for = (describe(head).target or {}) if head else {}
+        if made_for.get("precision") == getattr(self.model, "kind", ""):
             return "suffix:match=3+eagle" if trees else "suffix:match=3+eagle#chain"
         return "ngram"
 

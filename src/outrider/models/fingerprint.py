@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from outrider.errors import ModelFileError
-from outrider.models import catalogue
 from outrider.models.adapter import adapter_digest
 from outrider.models.locate import Located
 from outrider.models.memory import weight_files
+from outrider.models.noted import noted, short
 from outrider.models.tokenizer import HFTokenizer
 from outrider.protocols import Tokenizer
 
@@ -90,8 +89,8 @@ def fingerprint(located: Located, tokenizer: Tokenizer, precision: str) -> Finge
         return None
     return Fingerprint(
         weights=weights_digest(path),
-        tokenizer=_short(tokenizer.spelling),
-        chat_template=_short(tokenizer.chat_template),
+        tokenizer=short(tokenizer.spelling),
+        chat_template=short(tokenizer.chat_template),
         adapter=adapter_digest(located.adapter) if located.adapter else "",
         precision=precision,
     )
@@ -129,9 +128,6 @@ def weights_digest(path: Path) -> str:
     checksum of the whole file), and settings beside the tensors, such as a rotary base. The order
     of tensors and how they are shared out among files do not count.
 
-    Kept in the cache folder under the files' place, length and time, since the table of a GGUF file
-    takes seconds to read.
-
     Raises
     ------
     ModelFileError
@@ -139,31 +135,22 @@ def weights_digest(path: Path) -> str:
     """
     try:
         files = [path] if path.is_file() else weight_files(path)
-        stats = [(f.name, (s := f.stat()).st_size, s.st_mtime_ns) for f in files]
-    except (OSError, ValueError) as error:
-        raise _unreadable(path, error) from error
-    kept = catalogue.cache_folder() / "fingerprints" / _short(f"{_LAYOUT} {path.resolve()} {stats}")
-    with suppress(OSError):
-        return kept.read_text()
-    found = hashlib.sha256()
-    try:
-        table = _gguf_tensors if path.is_file() else _safetensors
-        tensors = [tensor for file in files for tensor in table(file)]
-        for tensor in sorted(tensors, key=lambda one: one.name):
-            found.update(f"{tensor.name} {tensor.kind} {tensor.shape} {tensor.size_bytes}".encode())
-            with tensor.file.open("rb") as stream:
-                for start in (0, max(0, tensor.size_bytes - _EDGE_BYTES)):
-                    stream.seek(tensor.start + start)
-                    found.update(stream.read(min(_EDGE_BYTES, tensor.size_bytes)))
+        return noted(f"digest {_LAYOUT}", files, partial(_digest, files))
     except Exception as error:  # each reader has its own ways to fail on a broken file
         raise _unreadable(path, error) from error
-    digest = found.hexdigest()[:16]
-    # Where it cannot be kept, the next time is slow.
-    with suppress(OSError):
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        (part := kept.with_suffix(f".{os.getpid()}")).write_text(digest)
-        os.replace(part, kept)
-    return digest
+
+
+def _digest(files: list[Path]) -> str:
+    found = hashlib.sha256()
+    table = _safetensors if files[0].suffix == ".safetensors" else _gguf_tensors
+    tensors = [tensor for file in files for tensor in table(file)]
+    for tensor in sorted(tensors, key=lambda one: one.name):
+        found.update(f"{tensor.name} {tensor.kind} {tensor.shape} {tensor.size_bytes}".encode())
+        with tensor.file.open("rb") as stream:
+            for start in (0, max(0, tensor.size_bytes - _EDGE_BYTES)):
+                stream.seek(tensor.start + start)
+                found.update(stream.read(min(_EDGE_BYTES, tensor.size_bytes)))
+    return found.hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +201,3 @@ def _unreadable(path: Path, error: Exception) -> ModelFileError:
         f"The weights of '{path}' cannot be read: {lines[0].rstrip('.')}.",
         hint="The file is broken or was only partly copied; fetch it again.",
     )
-
-
-def _short(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]

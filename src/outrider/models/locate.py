@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Literal
 
 from outrider.errors import ModelFileError, ModelNotFoundError
 from outrider.models import catalogue
+from outrider.models.noted import noted
 from outrider.registry import did_you_mean
 
 __all__ = ["Located", "is_present", "locate"]
@@ -77,7 +79,7 @@ def locate(target: str) -> Located:
     try:
         path = Path(target).expanduser()
         if path.is_file():
-            return Located("gguf", path.stem, path=_checked_gguf(path))
+            return Located("gguf", _known_as(_checked_gguf(path)), path=path)
         # An empty target would otherwise stand for the working directory.
         if target and path.is_dir():
             return _folder(path)
@@ -114,11 +116,26 @@ def _checked_gguf(path: Path) -> Path:
     return path
 
 
+def _known_as(path: Path) -> str:
+    """The catalogue's name for a file, wherever it lies: a head may come with it."""
+
+    def digest() -> str:
+        with path.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+
+    for entry in catalogue.CATALOGUE.values():
+        if entry.size_bytes == path.stat().st_size and entry.sha256 == noted(
+            "sha256", [path], digest
+        ):
+            return entry.name
+    return path.stem
+
+
 def _folder(path: Path) -> Located:
     ggufs = sorted(path.glob("*.gguf"))
     if not (path / "config.json").is_file():
         if len(ggufs) == 1:
-            return Located("gguf", ggufs[0].stem, path=_checked_gguf(ggufs[0]))
+            return Located("gguf", _known_as(_checked_gguf(ggufs[0])), path=ggufs[0])
         raise ModelFileError(
             f"The folder '{path}' has no config.json and holds {len(ggufs)} .gguf files.",
             hint="Give one .gguf file, or a folder that save_pretrained wrote.",

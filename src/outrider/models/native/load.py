@@ -30,20 +30,20 @@ from outrider.models.native.eager import read_tensors
 from outrider.models.native.llama import Llama
 from outrider.models.native.model import NativeModel
 from outrider.models.native.probe import fault
-from outrider.models.native.source import FolderSource, GgufSource, Source
+from outrider.models.native.source import FOUR_BITS, FolderSource, GgufSource, Source
 from outrider.models.native.weights import Kind, Nibbles, Weights, layout, read_weights
+from outrider.models.noted import noted
 from outrider.models.tokenizer import HFTokenizer
 
-__all__ = ["DEVICE_DTYPES", "KINDS", "load", "why_not"]
+__all__ = ["DEVICE_DTYPES", "KINDS", "dtype_for", "load", "why_not"]
 
-KINDS: dict[torch.dtype | None, Kind] = {
-    None: "int8",
+KINDS: dict[torch.dtype, Kind] = {
     memory.INT4: "int4",
     torch.int8: "int8",
     torch.bfloat16: "bfloat16",
     torch.float32: "float32",
 }
-"""On the CPU, what a dtype that is asked for comes to."""
+"""The dtypes that weights can have on the CPU."""
 
 DEVICE_DTYPES: dict[torch.dtype | None, torch.dtype] = {
     None: torch.bfloat16,
@@ -58,6 +58,33 @@ _PORTION_BYTES = 16 * 2**20
 """Of a file that is read at a time."""
 
 W = TypeVar("W")
+
+
+def dtype_for(located: Located, wanted: torch.dtype | None = None) -> torch.dtype:
+    """Of a model's weights on the CPU: what is asked for; else int4 for a GGUF file most of whose
+    matrices have four bits a weight, which are taken as they are, and int8 for any other.
+
+    Raises
+    ------
+    ModelFileError
+        When nothing is asked for, and the file's header cannot be read.
+    """
+    if wanted is not None:
+        return wanted
+    if located.kind != "gguf" or located.path is None:
+        return torch.int8
+    found = noted("precision", [located.path], lambda: _facts(located).precision)
+    return memory.INT4 if found in FOUR_BITS else torch.int8
+
+
+def _kind(located: Located, dtype: torch.dtype | None) -> Kind:
+    return KINDS[dtype_for(located, dtype)]
+
+
+def _facts(located: Located) -> memory.Facts:
+    found = memory.facts(located)
+    assert found is not None
+    return found
 
 
 def why_not(
@@ -76,12 +103,11 @@ def why_not(
             return f"it computes with {width} on the CPU alone, and '{where}' was asked for"
     elif (reason := fault()) is not None:
         return reason
-    elif dtype not in KINDS:
+    elif dtype is not None and dtype not in KINDS:
         return f"it has no {width} on the CPU"
-    elif _is_whole(_packed_folder(located.path, KINDS[dtype], _adapter(located))):
+    elif _is_whole(_packed_folder(located.path, _kind(located, dtype), _adapter(located))):
         return None
-    found = memory.facts(located)
-    assert found is not None
+    found = _facts(located)
     if found.architecture not in FAMILIES:
         return f"the family '{found.architecture}' is not one of {', '.join(FAMILIES)}"
     if located.kind == "folder":
@@ -105,9 +131,9 @@ def load(
     located
         Where the weights are.
     dtype
-        Of the weights. On the CPU int8 (the default), int4, bfloat16 or float32; activations are
-        float32, and int8 where they meet int8 or int4 weights. On another device bfloat16 (the
-        default), float16 or float32, for all there is.
+        Of the weights. On the CPU int8, int4, bfloat16 or float32, by default that of
+        ``dtype_for``; activations are float32, and int8 where they meet int8 or int4 weights. On
+        another device bfloat16 (the default), float16 or float32, for all there is.
     device
         Such as ``cpu`` or ``cuda:0``; by default the first GPU if there is one.
 
@@ -133,7 +159,7 @@ def load(
     try:
         with hf.quiet():
             if where == "cpu":
-                made, words, ends = _on_cpu(located, KINDS[dtype])
+                made, words, ends = _on_cpu(located, dtype_for(located, dtype))
             else:
                 made, words, ends = _on_device(located, DEVICE_DTYPES[dtype], where)
     except (torch.OutOfMemoryError, OutriderError):
@@ -147,23 +173,19 @@ def load(
     return made(name=located.name, vocab_size=tokenizer.vocab_size), tokenizer
 
 
-_WIDTHS = {
-    "int4": memory.INT4,
-    "int8": torch.int8,
-    "bfloat16": torch.bfloat16,
-    "float32": torch.float32,
-}
-
 Packed = tuple[Weights, Architecture, Any, list[int]]
 
 
-def _on_cpu(located: Located, kind: Kind) -> tuple[Callable[..., NativeModel], Any, list[int]]:
+def _on_cpu(
+    located: Located, dtype: torch.dtype
+) -> tuple[Callable[..., NativeModel], Any, list[int]]:
     """What makes the model, once its vocabulary is known; its tokenizer and its end tokens."""
     assert located.path is not None
+    kind = KINDS[dtype]
     folder = _packed_folder(located.path, kind, _adapter(located))
     packed = _kept(folder)
     if packed is None:
-        memory.check_weights(located, _WIDTHS[kind])
+        memory.check_weights(located, dtype)
         packed = _unpack(located, partial(_pack, kind=kind))
         if _keep(packed, folder, located):
             del packed  # freed before the copy is read

@@ -16,7 +16,10 @@ from outrider.models.memory import weight_files
 from outrider.models.native.architecture import Architecture
 from outrider.models.native.weights import Nibbles
 
-__all__ = ["FolderSource", "GgufSource", "Source", "nibbles_of"]
+__all__ = ["FOUR_BITS", "FolderSource", "GgufSource", "Source", "nibbles_of"]
+
+FOUR_BITS = {"Q4_0": 18, "Q4_1": 20, "Q4_K": 144}
+"""GGUF's matrices of four bits a weight, and the bytes of one of their blocks."""
 
 
 @runtime_checkable
@@ -102,9 +105,9 @@ def nibbles_of(data: np.ndarray, kind: str) -> Nibbles | None:
         The file's name for how they are packed. Q4_0 has a scale for 32 weights, Q4_1 and Q4_K a
         least value too, the latter both in six bits for each of eight blocks; others are not these.
     """
-    if kind not in ("Q4_0", "Q4_1", "Q4_K"):
+    size = FOUR_BITS.get(kind)
+    if size is None:
         return None
-    size = {"Q4_0": 18, "Q4_1": 20, "Q4_K": 144}[kind]
     blocks = np.ascontiguousarray(data).reshape(len(data), -1, size)
 
     def halves(at: int) -> np.ndarray:
