@@ -2,7 +2,7 @@
 
     python -m benchmarks.tokens_per_call --prompts bundled --drafter suffix --drafter eagle
 
-Greedy unless --temperature is given; plain decoding runs in turn with each drafter, prompt by
+Greedy unless --temperature is given, then by --rule; plain decoding runs in turn with each drafter, prompt by
 prompt, so that drift falls on all. A finished prompt is logged at once, so a run goes on where it
 stopped.
 """
@@ -69,10 +69,12 @@ def main() -> None:
         type=int,
         help="depth of a proposal; all of it is scored, whatever it costs",
     )
+    parser.add_argument("--rule", default="auto", help="other than by auto, tokens may differ")
     parser.add_argument("--log", type=Path, help="JSON lines; resumed")
     args = parser.parse_args()
     engine = Engine.load(args.target, runtime=args.runtime, dtype=args.dtype)
-    request = {"max_tokens": args.max_tokens, "temperature": args.temperature, "seed": 1}
+    request = {"max_tokens": args.max_tokens, "temperature": args.temperature}
+    request |= {"seed": 1, "rule": args.rule}
     if args.draft_length is not None:
         request["draft_length"] = args.draft_length
     rows = []

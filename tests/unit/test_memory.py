@@ -14,11 +14,11 @@ from safetensors.torch import save_file
 from outrider.errors import ModelFileError, NotEnoughMemoryError
 from outrider.models import memory
 from outrider.models.locate import Located
-from outrider.models.memory import Facts, available_bytes, check_weights, facts
+from outrider.models.memory import INT4, Facts, available_bytes, check_weights, facts
 
 V, H, LAYERS, KV_HEADS, HEAD_DIM = 96, 64, 2, 1, 16
 NORMS = ("output_norm.weight", "blk.0.attn_norm.weight", "blk.1.attn_norm.weight")
-PARAMETERS = 2 * V * H + len(NORMS) * H
+PARAMETERS = 3 * V * H + len(NORMS) * H
 CONFIG = {
     "model_type": "llama",
     "hidden_size": H,
@@ -41,7 +41,7 @@ def write_gguf(path: Path, *, weights: bool = True, kind: str = "Q4_1") -> Locat
     if weights:
         for name in NORMS:
             writer.add_tensor(name, np.ones(H, np.float32))
-        for name in ("token_embd.weight", "output.weight"):
+        for name in ("token_embd.weight", "output.weight", "blk.0.ffn_up.weight"):
             made_of, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
             packed = np.zeros((V, H // made_of * size), np.uint8)
             writer.add_tensor(name, packed, raw_dtype=GGMLQuantizationType[kind])
@@ -87,7 +87,8 @@ class TestFacts:
             architecture="llama",
             parameters=PARAMETERS,
             file_bytes=gguf.path.stat().st_size,
-            precision="Q4_1",  # the matrices', though the norms are more
+            precision="Q4_1",  # the matrices', though the norms are as many
+            four_bits=V * H,
             layers=LAYERS,
             hidden_size=H,
             kv_heads=KV_HEADS,
@@ -103,6 +104,7 @@ class TestFacts:
             parameters=V * H,
             file_bytes=(located.path / "model.safetensors").stat().st_size,
             precision="BF16",
+            four_bits=V * H,
             layers=LAYERS,
             hidden_size=H,
             kv_heads=KV_HEADS,
@@ -110,6 +112,14 @@ class TestFacts:
             vocab_size=V,
             context_length=256,
         )
+
+    def test_embeddings_never_have_four_bits(self, folder):
+        names = ("model.embed_tokens.weight", "lm_head.weight", "model.layers.0.mlp.up_proj.weight")
+        found = facts(folder(model={name: torch.zeros(V, H) for name in names}))
+        assert (found.parameters, found.four_bits) == (3 * V * H, V * H)
+        # With a scale and a second number of 16 bits for every 32, or for every 64 of 8 bits.
+        assert found.weights_bytes(torch.int8) == 3 * V * H * 17 // 16
+        assert found.weights_bytes(INT4) == V * H * 10 // 16 + 2 * V * H * 17 // 16
 
     def test_head_dim_of_the_config_wins(self, folder):
         assert facts(folder(CONFIG | {"head_dim": 24}, model=EMBEDDING)).head_dim == 24

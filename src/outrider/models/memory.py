@@ -18,6 +18,7 @@ from outrider.errors import ModelFileError, NotEnoughMemoryError
 from outrider.models.locate import Located
 
 __all__ = [
+    "FOUR_BITS",
     "INT4",
     "Facts",
     "available_bytes",
@@ -31,6 +32,9 @@ __all__ = [
 INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]
 """Torch has it, and its type hints do not."""
 
+FOUR_BITS = {"Q4_0": 18, "Q4_1": 20, "Q4_K": 144}
+"""GGUF's matrices of four bits a weight, and the bytes of one of their blocks."""
+
 _OVERHEAD = 1.2
 """Activations, caches and what loading itself takes, as a factor on the weights."""
 
@@ -42,13 +46,16 @@ _OWN_CGROUP = Path("/proc/self/cgroup")
 class Facts:
     """What a model's files say of themselves, read without loading them.
 
-    Sizes that a file does not tell are ``None``.
+    Sizes that a file does not tell are ``None``. ``four_bits`` are the parameters that have four
+    bits in memory if ``INT4`` is asked for: of a GGUF file those that have four there, of a folder
+    all; but no embeddings, nor the output matrix.
     """
 
     architecture: str
     parameters: int
     file_bytes: int
     precision: str
+    four_bits: int = 0
     layers: int | None = None
     hidden_size: int | None = None
     kv_heads: int | None = None
@@ -59,9 +66,10 @@ class Facts:
     def weights_bytes(self, dtype: torch.dtype) -> int:
         """Memory for the weights in a dtype."""
         # Of 8 bits each, they come with a scale and a sum of 16 bits for every 64; of 4 bits each,
-        # with two such numbers for every 32, and what is not of 4 bits in the file has 8.
-        packed = {INT4: 13, torch.int8: 17}
-        return self.parameters * packed.get(dtype, 16 * dtype.itemsize) // 16
+        # with two such numbers for every 32.
+        four = self.four_bits if dtype == INT4 else 0
+        others = 17 if dtype in (INT4, torch.int8) else 16 * dtype.itemsize
+        return (10 * four + others * (self.parameters - four)) // 16
 
     def cache_bytes_per_token(self, dtype: torch.dtype) -> int | None:
         """Memory for one token's keys and values."""
@@ -178,11 +186,14 @@ def _gguf_facts(path: Path) -> Facts:
     heads, hidden = number("attention.head_count"), number("embedding_length")
     tokens = reader.get_field("tokenizer.ggml.tokens")
     kinds = [t.tensor_type.name for t in reader.tensors if len(t.shape) > 1]
+    ends = ("token_embd.weight", "output.weight")
+    inner = [t for t in reader.tensors if t.name not in ends]
     return Facts(
         architecture=kind,
         parameters=sum(int(t.n_elements) for t in reader.tensors),
         file_bytes=path.stat().st_size,
         precision=max(set(kinds), key=kinds.count) if kinds else "unknown",
+        four_bits=sum(int(t.n_elements) for t in inner if t.tensor_type.name in FOUR_BITS),
         layers=number("block_count"),
         hidden_size=hidden,
         kv_heads=number("attention.head_count_kv") or heads,
@@ -199,13 +210,15 @@ def _folder_facts(path: Path) -> Facts:
     if not isinstance(config, dict):
         raise ValueError(f"config.json holds no object but {str(config)[:40]!r}")
     config = config.get("text_config", config)
-    parameters, kinds = 0, []
+    parameters, inner, kinds = 0, 0, []
     files = weight_files(path)
     for file in files:
         with _named(file), safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - the handle is no mapping
                 part = tensors.get_slice(name)
                 parameters += prod(part.get_shape())
+                if "embed_tokens" not in name and "lm_head" not in name:
+                    inner += prod(part.get_shape())
                 kinds.append(part.get_dtype())
     heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
     return Facts(
@@ -213,6 +226,7 @@ def _folder_facts(path: Path) -> Facts:
         parameters=parameters,
         file_bytes=sum(file.stat().st_size for file in files),
         precision=max(set(kinds), key=kinds.count) if kinds else "unknown",
+        four_bits=inner,
         layers=config.get("num_hidden_layers"),
         hidden_size=hidden,
         kv_heads=config.get("num_key_value_heads") or heads,

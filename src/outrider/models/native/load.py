@@ -30,7 +30,7 @@ from outrider.models.native.eager import read_tensors
 from outrider.models.native.llama import Llama
 from outrider.models.native.model import NativeModel
 from outrider.models.native.probe import fault
-from outrider.models.native.source import FOUR_BITS, FolderSource, GgufSource, Source
+from outrider.models.native.source import FolderSource, GgufSource, Source
 from outrider.models.native.weights import Kind, Nibbles, Weights, layout, read_weights
 from outrider.models.noted import noted
 from outrider.models.tokenizer import HFTokenizer
@@ -74,7 +74,7 @@ def dtype_for(located: Located, wanted: torch.dtype | None = None) -> torch.dtyp
     if located.kind != "gguf" or located.path is None:
         return torch.int8
     found = noted("precision", [located.path], lambda: _facts(located).precision)
-    return memory.INT4 if found in FOUR_BITS else torch.int8
+    return memory.INT4 if found in memory.FOUR_BITS else torch.int8
 
 
 def _kind(located: Located, dtype: torch.dtype | None) -> Kind:

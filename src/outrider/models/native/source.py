@@ -12,14 +12,11 @@ import torch
 import transformers
 from torch import Tensor
 
-from outrider.models.memory import weight_files
+from outrider.models.memory import FOUR_BITS, weight_files
 from outrider.models.native.architecture import Architecture
 from outrider.models.native.weights import Nibbles
 
-__all__ = ["FOUR_BITS", "FolderSource", "GgufSource", "Source", "nibbles_of"]
-
-FOUR_BITS = {"Q4_0": 18, "Q4_1": 20, "Q4_K": 144}
-"""GGUF's matrices of four bits a weight, and the bytes of one of their blocks."""
+__all__ = ["FolderSource", "GgufSource", "Source", "nibbles_of"]
 
 
 @runtime_checkable
