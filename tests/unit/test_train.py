@@ -230,7 +230,7 @@ def test_a_head_that_is_begun_from_another(chatting, tmp_path, method):
     module, about = read_head(tmp_path / "begun")
     assert torch.equal(module.ids, first.ids)
     assert about["training"]["began_from"] == {
-        "head": str(tmp_path / "first"), "target": {"weights": "1"}
+        "head": str(tmp_path / "first"), "target": {"weights": "1"}, "training": None
     }  # fmt: skip
     assert about["training"]["recipe"]["start"] == str(tmp_path / "first")
     assert read_head(tmp_path / "fresh")[1]["training"]["began_from"] is None
@@ -285,7 +285,9 @@ def test_the_head_that_comes_with_a_target(chatting, tmp_path, monkeypatch):
     asked = replace(recipe(tmp_path, "eagle"), start="shipped")
     train_draft(chatting, asked, tmp_path / "head", deadline_s=0.0)
     _, about = read_head(tmp_path / "head")
-    assert about["training"]["began_from"] == {"head": "shipped", "target": None}
+    assert about["training"]["began_from"] == {
+        "head": "shipped", "target": None, "training": None
+    }  # fmt: skip
 
 
 def test_heads_that_nothing_can_begin_from(chatting, tmp_path):
@@ -397,7 +399,7 @@ class TestAdapter:
         _, first = read_head(tmp_path / "first")
         _, second = read_head(tmp_path / "second")
         began_from = second["training"]["began_from"]
-        assert began_from == {"head": str(tmp_path / "first"), "target": first["target"]}
+        assert began_from == {"head": str(tmp_path / "first"), **first}
         assert second["target"] == first["target"] | {"adapter": second["target"]["adapter"]}
         assert second["target"]["adapter"] != first["target"]["adapter"] == ""
         options = second["training"]["recipe"]["options"]

@@ -91,7 +91,8 @@ class _Heads(Method):
                 f"'{folder}' holds no head of the kind that --method {recipe.method} fits.",
                 hint="Give the --method that made it.",
             )
-        self.began_from = {"head": recipe.start, "target": about.get("target")}
+        earlier = {name: about.get(name) for name in ("target", "training")}
+        self.began_from = {"head": recipe.start} | earlier
 
     def write(self, fit: Fit, folder: Path, about: Mapping[str, Any]) -> None:
         module: Any = fit.module
