@@ -16,7 +16,7 @@ from outrider.protocols import Drafter, Model, Rule
 
 __all__ = ["measure_rows", "with_steps"]
 
-_ROWS = (1, 2, 4, 8, 16)
+_ROWS = (1, 2, 4, 5, 8, 16)
 _CONTEXT = 64
 _PERIOD = 7
 _TURNS = 5

@@ -20,7 +20,7 @@ from outrider.models.native.llama import EagleWeights, Layer
 from outrider.models.native.model import NativeModel
 from outrider.models.native.recorder import Program, record_head
 from outrider.models.native.vector import BLOCK
-from outrider.models.native.weights import Linear, Weights, pack
+from outrider.models.native.weights import Kind, Linear, Weights, pack
 from outrider.protocols import Asked
 
 __all__ = ["NativeHead"]
@@ -32,7 +32,8 @@ class NativeHead:
     Parameters
     ----------
     module
-        Its weights, packed in the target's precision.
+        Its weights, packed in the target's precision; as there, the output matrix has eight bits
+        where the others have four.
     target
         Whose embeddings it reads.
     """
@@ -50,10 +51,8 @@ class NativeHead:
         layer, d = module.midlayer, c.hidden
         at = layer.self_attn
 
-        def packed(*weights: Tensor) -> Linear:
-            return pack(
-                torch.cat([w.detach().float() for w in weights]), None, target.weights.head.kind
-            )
+        def packed(*weights: Tensor, kind: Kind = target.weights.kind) -> Linear:
+            return pack(torch.cat([w.detach().float() for w in weights]), None, kind)
 
         def norm(of: torch.nn.RMSNorm) -> Tensor:
             return of.weight.detach().float().contiguous()
@@ -67,7 +66,8 @@ class NativeHead:
             packed(layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight),
             packed(layer.mlp.down_proj.weight),
         )
-        self.weights = w = Weights([own], norm(module.norm), packed(module.lm_head.weight), None)
+        output = packed(module.lm_head.weight, kind=target.weights.head.kind)
+        self.weights = w = Weights([own], norm(module.norm), output, None)
         more = EagleWeights(
             packed(module.fc.weight),
             norm(layer.hidden_norm),
