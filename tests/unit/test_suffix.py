@@ -73,6 +73,16 @@ def test_the_index_knows_what_a_search_finds(texts, tokens, longest, cut):
             paths = onward[:4]
 
 
+@given(TEXTS, st.integers(2, 6))
+def test_the_end_of_a_text_is_known_without_a_search(texts, longest):
+    index = SuffixAutomaton(longest)
+    for text in texts:
+        index.add_text([])
+        for n, token in enumerate(text, 1):
+            index.extend([token])
+            assert index.end() == index.match(text[:n])
+
+
 @given(TEXTS)
 def test_the_commonest_comes_first_and_of_equal_ones_the_latest(texts):
     index = SuffixAutomaton(8)

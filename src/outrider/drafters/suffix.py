@@ -163,15 +163,15 @@ class _SuffixSession:
         if length <= 0:
             return Proposal()
         drafter = self._drafter
+        best, place = self._own, self._own.end()
         with drafter.store.lock:
-            best = None
-            for index in (self._own, drafter.corpus, *drafter.store.generations):
-                place = index.match(tokens)
-                if place.length > (best[1].length if best else 0):
-                    best = index, place
-            if best is None or best[1].length < drafter.shortest:
+            for index in (drafter.corpus, *drafter.store.generations):
+                found = index.match(tokens) if index.size else Place(0, 0)
+                if found.length > place.length:
+                    best, place = index, found
+            if place.length < drafter.shortest:
                 return Proposal()
-            return _grow(*best, drafter.shape, length, drafter.factor * best[1].length)
+            return _grow(best, place, drafter.shape, length, drafter.factor * place.length)
 
 
 def _grow(index: SuffixAutomaton, place: Place, shape: Shape, length: int, bound: int) -> Proposal:
@@ -292,6 +292,11 @@ class SuffixAutomaton:
             if token in self._next[state]:
                 state, length = self._next[state][token], length + 1
         return self._followed(Place(state, length))
+
+    def end(self) -> Place:
+        """``match`` of the text that is being extended, which needs no search."""
+        most = min(self._length[self._last], self.longest - 1)
+        return self._followed(self._within(self._last, most))
 
     def continuations(self, place: Place, most: int) -> list[Continuation]:
         """What followed a substring, or its longest suffix that anything followed.

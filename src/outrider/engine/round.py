@@ -152,11 +152,10 @@ def make_pick(s: Session) -> Pick:
         return s.rule.siblings(q, count, s.chooser, position + depth, s.round, node, droppable)
 
     def rank(logits: Float[Tensor, " Vq"], path: Sequence[int]) -> Distribution:
+        # At temperature 0 the law holds the best token alone; a tree asks for the next best too.
         context = Context([*s.tokens, *path], s.prompt_length)
-        return ranked.of_draft(context, _widen(logits, s.model.vocab_size))
+        return s.law.without_choice().of_draft(context, _widen(logits, s.model.vocab_size))
 
-    # At temperature 0 the law holds the best token alone; a tree asks for the next best too.
-    ranked = s.law.without_choice()
     greedy = s.law.greedy and s.rule.name == "greedy"
     shares_noise = s.rule.invariant and not s.law.greedy
     ranking = rank if greedy else pick_law
