@@ -121,6 +121,8 @@ class Proposal:
         >>> Proposal((5, 6, 7), (-1, -1, 0), (None,) * 3).only([0, 2]).parents
         (-1, 0)
         """
+        if len(nodes) == len(self):
+            return self
         number = {ROOT: ROOT} | {node: i for i, node in enumerate(nodes)}
         return Proposal(
             tuple(self.tokens[n] for n in nodes),

@@ -53,7 +53,9 @@ class Hidden:
         """Most memory for so many tokens: rows grow by doubling."""
         return 4 * len(taps) * width * max(_FEWEST, 2 * tokens)
 
-    def put(self, start: int, rows: Float[Tensor, "n widths"]) -> None:
+    def put(
+        self, start: int, rows: Float[Tensor, "n widths"] | Float[np.ndarray, "n widths"]
+    ) -> None:
         """Rows of the tokens from a slot on; those behind them mean nothing any more."""
         if not self.taps:
             return
@@ -63,7 +65,7 @@ class Hidden:
             more = np.zeros((room, self._rows.shape[1]), np.float32)
             more[:start] = self._rows[:start]
             self._rows = more
-        self._rows[start:end] = rows.numpy(force=True)
+        self._rows[start:end] = rows if isinstance(rows, np.ndarray) else rows.numpy(force=True)
 
     def move(self, source: int, to: int) -> None:
         """Make one slot's row another's."""

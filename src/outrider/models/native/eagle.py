@@ -93,11 +93,11 @@ class NativeHead:
         self, cache: NativeCache, tokens: Sequence[int], hidden: Float[Tensor, "n widths"]
     ) -> tuple[Float[Tensor, " draft_vocab"], Float[Tensor, " d"]]:
         """Committed tokens, each with the target's hidden states of the one before it."""
-        program = self._first
+        program, seen = self._first, hidden.numpy(force=True)
         for start in range(0, len(tokens), MAX_ROWS):
             some = tokens[start : start + MAX_ROWS]
-            program.tapped[: len(some)] = hidden[start : start + len(some)]
-            program.hidden[: len(some)] = 0.0
+            program.tapped_array[: len(some)] = seen[start : start + len(some)]
+            program.hidden_array[: len(some)] = 0.0
             last = start + len(some) == len(tokens)
             logits, states = self._run(program, Asked(cache, some), int(last))
         return logits[-1], states[-1]
@@ -106,7 +106,7 @@ class NativeHead:
         self, cache: NativeCache, tree: Proposal, nodes: range, states: Float[Tensor, "n d"]
     ) -> tuple[Float[Tensor, "n draft_vocab"], Float[Tensor, "n d"]]:
         """Nodes of a tree whose earlier ones are in the cache, each with its parent's state."""
-        self._later.hidden[: len(nodes), : states.shape[1]] = states
+        self._later.hidden_array[: len(nodes), : states.shape[1]] = states.numpy(force=True)
         return self._run(self._later, Asked(cache, [], tree, nodes), len(nodes))
 
     @torch.inference_mode()
@@ -119,4 +119,5 @@ class NativeHead:
         frame[FRAME.logits] = logits.data_ptr()
         program.run(logits=wanted > 0)
         asked.cache.length += rows
-        return logits[:, : len(self.ids)], program.hidden[:rows, :d].clone()
+        states = torch.from_numpy(program.hidden_array[:rows, :d].copy())
+        return logits[:, : len(self.ids)], states

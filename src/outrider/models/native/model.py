@@ -202,7 +202,7 @@ class NativeModel:
         # Only now: a pass that was broken off has fed nothing.
         for one, n in zip(asked, map(len, fed), strict=True):
             if taps:
-                one.cache.hidden.put(one.cache.length, program.tapped[row : row + n])
+                one.cache.hidden.put(one.cache.length, program.tapped_array[row : row + n])
             one.cache.length += n
             row += n
         return logits[:, : self.vocab_size]

@@ -79,6 +79,8 @@ class Program:
         self.frame = frame
         self.hidden = hidden
         self.tapped = hidden[:, :0] if tapped is None else tapped
+        # The same memory: between passes torch takes longer over a small copy than numpy.
+        self.tapped_array, self.hidden_array = self.tapped.numpy(), self.hidden.numpy()
         self._arguments = [np.array(arguments, np.int64) for _, arguments in steps]
         self._counters = np.zeros(len(steps) * SHARES, np.int64)
         frame[FRAME.counters] = self._counters.ctypes.data
