@@ -573,6 +573,7 @@ FEW = Sampling(temperature=1.0, top_k=3)
 FEW_2 = Sampling(temperature=1.0, top_k=2)
 FEW_TOP_P = Sampling(temperature=1.0, top_k=3, top_p=0.7)
 FEW_COLD = Sampling(temperature=0.5, top_k=3)
+FEW_COLD_2 = Sampling(temperature=0.5, top_k=2)
 FEW_PENALISED = Sampling(temperature=1.0, top_k=3, presence_penalty=4.0)
 
 PROMPT = [0, 1, 0]
@@ -778,6 +779,8 @@ CONTROLS: dict[str, Control] = {
     "block repair without the weight": Control(
         "Block verification repairs from max(0, p − q), whatever the prefix weighs.",
         "rule", _rule(BlockRepairsUnweighed), rule="block", draft_seed=65, walked=(4, 65),
+        few=FEW_COLD_2, real=None,
+        unseen="the draft of the real target hides all but 0.4 % of it, too little for samples",
     ),
     "coupled, repairs on fresh noise": Control(
         "After a draft that does not match, the target's token is drawn on other noise.",
