@@ -2,9 +2,9 @@
 
     python -m benchmarks.tokens_per_call --prompts bundled --drafter suffix --drafter eagle
 
-Greedy unless --temperature is given, then by --rule; plain decoding runs in turn with each drafter, prompt by
-prompt, so that drift falls on all. A finished prompt is logged at once, so a run goes on where it
-stopped.
+Greedy unless --temperature is given, then by --rule; plain decoding runs in turn with each
+drafter, prompt by prompt, so that drift falls on all. A finished prompt is logged at once, so a run
+goes on where it stopped.
 """
 
 from __future__ import annotations
