@@ -7,6 +7,7 @@ import secrets
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -614,8 +615,7 @@ class Engine:
         """The head that comes with the target, where it runs as the head knows it; else the text
         itself is looked up."""
         head = shipped_head(self.model.name)
-        made_for = (describe(head).target or {}) if head else {}
-        if made_for.get("precision") == getattr(self.model, "kind", ""):
+        if head is not None and _precision_of(head) == getattr(self.model, "kind", ""):
             return "suffix:match=3+eagle" if trees else "suffix:match=3+eagle#chain"
         return "ngram"
 
@@ -769,3 +769,9 @@ def _sampling(values: Mapping[str, Any]) -> Sampling:
         if name not in known:
             raise SamplingError(f"There is no option '{name}'.", hint=did_you_mean(name, known))
     return Sampling(**values)
+
+
+@cache
+def _precision_of(head: Path) -> str | None:
+    """Of the target that a head was made for; read once, since ``auto`` may be asked for anew."""
+    return (describe(head).target or {}).get("precision")

@@ -50,7 +50,7 @@ class NativeModel:
     >>> from outrider import Engine
     >>> engine = Engine.load("smollm2-135m", runtime="native")  # doctest: +SKIP
     >>> engine.model.kind  # doctest: +SKIP
-    'int8'
+    'int4'
     """
 
     rollback: Rollback = "length"
