@@ -23,7 +23,6 @@ from outrider.models.native.vector import (
     QUADS,
     QUERIES,
     ROWS,
-    ask_for,
     bits_to_float,
     call_barrier,
     call_count,
@@ -565,19 +564,21 @@ def _row_sums(half: bool, add: bool) -> Any:
     """The tile for a number of queries, chosen as the program runs."""
     t1, t2, t3, t4, t5, t6 = (row_sums(n, half, add) for n in range(1, QUERIES + 1))
 
-    def tile(n: Any, places: Any, rows: Any, stride: Any, count: Any, column: Any) -> None:
+    def tile(
+        n: Any, places: Any, rows: Any, ahead: Any, stride: Any, count: Any, column: Any
+    ) -> None:
         if n == 1:
-            t1(places, rows, stride, count, column)
+            t1(places, rows, ahead, stride, count, column)
         elif n == 2:
-            t2(places, rows, stride, count, column)
+            t2(places, rows, ahead, stride, count, column)
         elif n == 3:
-            t3(places, rows, stride, count, column)
+            t3(places, rows, ahead, stride, count, column)
         elif n == 4:
-            t4(places, rows, stride, count, column)
+            t4(places, rows, ahead, stride, count, column)
         elif n == 5:
-            t5(places, rows, stride, count, column)
+            t5(places, rows, ahead, stride, count, column)
         else:
-            t6(places, rows, stride, count, column)
+            t6(places, rows, ahead, stride, count, column)
 
     return _compiled(tile, f"{'half' if half else 'whole'}_{'more' if add else 'first'}")
 
@@ -589,8 +590,9 @@ _COLUMNS = tuple(columns(n) for n in range(QUERIES + 1))
 
 @njit
 def _sum_rows(
-    size: Any, add: Any, places: Any, many: Any, rows: Any, stride: Any, count: Any, wide: Any
-) -> None:
+    size: Any, add: Any, places: Any, many: Any, rows: Any, ahead: Any, stride: Any, count: Any,
+    wide: Any,
+) -> None:  # fmt: skip
     """``row_sums`` over ``wide`` columns for any number of queries, whose addresses are given;
     ``size`` is of a number in the cache, in bytes."""
     parts, start = (many + QUERIES - 1) // QUERIES, 0
@@ -600,13 +602,13 @@ def _sum_rows(
         for c in range(0, wide, step):
             if add:
                 if size == 2:
-                    _mixed(n, at, rows + size * c, stride, count, 4 * c)
+                    _mixed(n, at, rows + size * c, ahead, stride, count, 4 * c)
                 else:
-                    _whole_mixed(n, at, rows + size * c, stride, count, 4 * c)
+                    _whole_mixed(n, at, rows + size * c, ahead, stride, count, 4 * c)
             elif size == 2:
-                _scores(n, at, rows + size * c, stride, count, 4 * c)
+                _scores(n, at, rows + size * c, ahead, stride, count, 4 * c)
             else:
-                _whole_scores(n, at, rows + size * c, stride, count, 4 * c)
+                _whole_scores(n, at, rows + size * c, ahead, stride, count, 4 * c)
         start += n
 
 
@@ -634,14 +636,12 @@ _A = _Attention()
 
 
 @njit(inline="always")
-def _ask_for_block(
-    frame: Any, row: Any, number: Any, before: Any, padded: Any, behind: Any, bytes_: Any
-) -> None:
-    """Have a part of a block brought near, ``behind`` its start, if the row sees the block."""
-    if number <= _last_slot(frame, row) // BLOCK:
-        start = _block(frame, row, number, before, padded) + behind
-        for line in range(0, bytes_, 64):
-            ask_for(start + line)
+def _to_next(frame: Any, row: Any, number: Any, before: Any, padded: Any) -> Any:
+    """How far on the next block lies, in bytes, if the row sees it."""
+    if number >= _last_slot(frame, row) // BLOCK:
+        return 0
+    own = _block(frame, row, number, before, padded)
+    return _block(frame, row, number + 1, before, padded) - own
 
 
 @njit
@@ -651,8 +651,7 @@ def _compare(a: Any, frame: Any, places: Any, kv: Any, start: Any, end: Any, blo
     group, room, step = heads // a[_A.kv_heads], frame[FRAME.keys], size * BLOCK
     before = size * (a[_A.layer] * a[_A.kv_heads] + kv)
     for number in range(blocks):
-        _ask_for_block(frame, start // group, number + 1, before, padded, 0, step * width)
-        keys, many = 0, 0
+        keys, ahead, many = 0, 0, 0
         for i in range(start, end):
             row, item = i // group, i // group * heads + kv * group + i % group
             # A path's nodes lie behind the base, perhaps with gaps of more than a block.
@@ -662,13 +661,13 @@ def _compare(a: Any, frame: Any, places: Any, kv: Any, start: Any, end: Any, blo
                 continue
             own = _block(frame, row, number, before, padded)
             if many and own != keys:  # another sequence's
-                _sum_rows(size, False, places, many, keys, step, width, BLOCK)
+                _sum_rows(size, False, places, many, keys, ahead, step, width, BLOCK)
                 many = 0
-            keys = own
+            keys, ahead = own, _to_next(frame, row, number, before, padded)
             places[many, 0] = a[_A.queries] + 4 * item * padded
             places[many, 1] = frame[FRAME.scores] + 4 * (item * room + number * BLOCK)
             many += 1
-        _sum_rows(size, False, places, many, keys, step, width, BLOCK)
+        _sum_rows(size, False, places, many, keys, ahead, step, width, BLOCK)
 
 
 @njit
@@ -699,8 +698,7 @@ def _mix(a: Any, frame: Any, places: Any, kv: Any, start: Any, end: Any, blocks:
     group, room, step = heads // a[_A.kv_heads], frame[FRAME.keys], size * padded
     before, behind = size * (a[_A.layer] * a[_A.kv_heads] + kv), size * padded * BLOCK
     for number in range(blocks):
-        _ask_for_block(frame, start // group, number + 1, before, padded, behind, behind)
-        values, seen, many = 0, 0, 0
+        values, ahead, seen, many = 0, 0, 0, 0
         for i in range(start, end):
             row, head = i // group, kv * group + i % group
             count = min(BLOCK, frame[FRAME.base + row] - number * BLOCK)
@@ -708,14 +706,15 @@ def _mix(a: Any, frame: Any, places: Any, kv: Any, start: Any, end: Any, blocks:
                 continue
             own = _block(frame, row, number, before, padded) + behind
             if many and (own != values or count != seen):
-                _sum_rows(size, True, places, many, values, step, seen, padded)
+                _sum_rows(size, True, places, many, values, ahead, step, seen, padded)
                 many = 0
             values, seen = own, count
+            ahead = _to_next(frame, row, number, before, padded)
             score = (row * heads + head) * room + number * BLOCK
             places[many, 0] = frame[FRAME.scores] + 4 * score
             places[many, 1] = out + 4 * (row * a[_A.stride] + head * padded)
             many += 1
-        _sum_rows(size, True, places, many, values, step, seen, padded)
+        _sum_rows(size, True, places, many, values, ahead, step, seen, padded)
     for i in range(start, end):
         row, head = i // group, kv * group + i % group
         score = (row * heads + head) * room + frame[FRAME.base + row]
@@ -724,7 +723,7 @@ def _mix(a: Any, frame: Any, places: Any, kv: Any, start: Any, end: Any, blocks:
             slot = frame[FRAME.path + row * MAX_ROWS + node]
             value = _block(frame, row, slot // BLOCK, before, padded) + behind
             places[0, 0] = frame[FRAME.scores] + 4 * (score + node)
-            _sum_rows(size, True, places, 1, value + step * (slot % BLOCK), step, 1, padded)
+            _sum_rows(size, True, places, 1, value + step * (slot % BLOCK), 0, step, 1, padded)
 
 
 @kernel
@@ -739,7 +738,8 @@ def attend(arguments: Any, thread: Any, threads: Any) -> None:
     heads, kv_heads, padded, room = a[_A.heads], a[_A.kv_heads], a[_A.padded], frame[FRAME.keys]
     rows, group = frame[FRAME.rows], heads // kv_heads
     # With few rows a thread takes fewer, so that there is work for all.
-    some = min(QUERIES, max(2, rows * heads // (3 * threads)))
+    some = max(2, rows * heads // (3 * threads))
+    some = min(QUERIES, some + some % 2)  # of three queries the sums leave registers idle
     parts = (rows * group + some - 1) // some
     places = np.empty((QUERIES, 2), np.int64)
     shares = min(threads, SHARES)

@@ -29,7 +29,6 @@ __all__ = [
     "QUADS",
     "QUERIES",
     "ROWS",
-    "ask_for",
     "bits_to_float",
     "call_barrier",
     "call_count",
@@ -457,18 +456,23 @@ def row_sums(queries: int, half: bool, add: bool) -> Any:
     [width, BLOCK] for rows and a query for x it gives scores; with values [BLOCK, width] and
     weights, what the query finds.
 
-    row_sums(places, rows, stride, count, column), with the stride and the column in bytes of rows
-    and of out
+    row_sums(places, rows, ahead, stride, count, column), with the stride and the column in bytes of
+    rows and of out
 
     places
         i64 [queries, 2]: the address of x_q, and the one of out_q.
     rows
         f16 or f32 [count, columns]
+    ahead
+        How far on are the rows that come next, in bytes. They are asked for a line at a time, since
+        memory takes only so many requests at once: a whole block of them would hold up the sums.
     """
     lanes = columns(queries)
     kind = ir.VectorType(_f32, lanes)
 
-    def emit(b: Any, places: Any, rows: Any, stride: Any, count: Any, column: Any) -> None:
+    def emit(
+        b: Any, places: Any, rows: Any, ahead: Any, stride: Any, count: Any, column: Any
+    ) -> None:
         def address(number: int) -> Any:
             return _load(b, b.add(places, _c(8 * number)), _i64, 8)
 
@@ -476,7 +480,9 @@ def row_sums(queries: int, half: bool, add: bool) -> Any:
         outs = [out for _, out in pairs]
         zeros = ir.Constant(kind, [0.0] * lanes)
         loop = _Loop(b, count, 1, [_load(b, out, kind, 4) if add else zeros for out in outs])
-        row = _widen(b, b.add(rows, b.mul(loop.i, stride)), half, lanes)
+        here = b.add(rows, b.mul(loop.i, stride))
+        _prefetch(b, b.add(here, ahead), lanes * (2 if half else 4), 0)
+        row = _widen(b, here, half, lanes)
         held, at = [], b.mul(loop.i, _c(4))
         for q, (x, _) in enumerate(pairs):
             value = _splat(b, _load(b, b.add(x, at), _f32, 4), lanes)
@@ -485,18 +491,7 @@ def row_sums(queries: int, half: bool, add: bool) -> Any:
         for out, value in zip(outs, held, strict=True):
             _store(b, value, out, 4)
 
-    return _intrinsic(5, emit)
-
-
-@intrinsic
-def ask_for(typingctx: Any, address: Any) -> Any:
-    """Have the line of memory at an address brought near."""
-
-    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        _prefetch(builder, values[0], 64, 0)
-        return context.get_dummy_value()
-
-    return types.void(_int64), codegen
+    return _intrinsic(6, emit)
 
 
 @intrinsic
