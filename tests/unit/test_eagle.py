@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -300,3 +303,19 @@ def test_a_head_reads_the_end_of_a_long_prompt_alone():
         assert output.token_ids == plain.token_ids
         assert fed[0] == (min(context, len(text)) - 1,) * 2
         assert all(n <= 6 for n, _ in fed[1:])
+
+
+def test_a_head_says_how_much_of_a_prompt_is_enough(target, tmp_path):
+    module = head_module()
+    module.config = replace(module.config, context=7)
+    write_head(module, tmp_path / "head", {})
+    read, _ = read_head(tmp_path / "head")
+    model = target
+    for head in (model.make_head(read), TorchHead(read, model.weights.embed)):
+        assert EagleDrafter(head, model).context == 7
+        assert EagleDrafter(head, model, context=9).context == 9
+    told = json.loads((tmp_path / "head" / "config.json").read_text())
+    told["head"]["context"] = 0
+    (tmp_path / "head" / "config.json").write_text(json.dumps(told))
+    with pytest.raises(ModelFileError, match="context must be at least one token"):
+        read_head(tmp_path / "head")

@@ -51,8 +51,8 @@ class EagleDrafter:
     default_length
         Depth of a proposal when none is asked for.
     context
-        Tokens of the prompt that the head reads, the last ones: heads are trained on short texts,
-        and a long prompt takes time.
+        Tokens of the prompt that the head reads, the last ones; by default what it says itself, or
+        256. Heads are trained on short texts, and a long prompt takes time.
 
     Source: Li et al. 2025 (arXiv 2503.01840), EAGLE-3; growing trees, Li et al. 2024 (arXiv
     2406.16858), EAGLE-2, section 4: a node's value is the product of q along its path.
@@ -66,13 +66,13 @@ class EagleDrafter:
         target: Model,
         shape: Shape | None = None,
         default_length: int = 5,
-        context: int = 256,
+        context: int | None = None,
     ) -> None:
         self.head = head
         self.target = target
         self.shape = Dynamic(16, 4) if shape is None else shape
         self.default_length = default_length
-        self.context = context
+        self.context: int = getattr(head, "context", 256) if context is None else context
         self.taps = head.taps
 
     @property

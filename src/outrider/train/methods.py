@@ -132,7 +132,7 @@ class Eagle(_Heads):
                 hidden=a.hidden, taps=self.taps, heads=a.heads, kv_heads=a.heads,
                 head_dim=a.head_dim, intermediate=a.intermediate, draft_vocab=len(ids),
                 vocab=self.model.vocab_size, epsilon=a.epsilon,
-                rope_theta=_theta(a.inverse_frequencies),
+                rope_theta=_theta(a.inverse_frequencies), context=self.recipe.options.context,
             )  # fmt: skip
             module = new_eagle(config, teacher, ids, sizes(examples, len(self.taps)))
         else:

@@ -38,6 +38,8 @@ class EagleConfig:
     norm_before_residual
         Whether what goes round the attention is the norm of g, as in some heads that were made with
         the ``speculators`` library, and not g itself.
+    context
+        Tokens of a prompt that are enough for it, the last ones: as many as it was trained with.
     """
 
     hidden: int
@@ -51,6 +53,11 @@ class EagleConfig:
     rope_theta: float = 10000.0
     epsilon: float = 1e-5
     norm_before_residual: bool = False
+    context: int = 256
+
+    def __post_init__(self) -> None:
+        if self.context < 1:
+            raise ValueError(f"its context must be at least one token; got {self.context}")
 
     def to_dict(self) -> dict[str, Any]:
         """For a configuration file."""
@@ -186,7 +193,7 @@ class TorchHead:
 
     def __init__(self, module: EagleModule, embed: Any) -> None:
         self.module = module.eval()
-        self.taps = module.config.taps
+        self.taps, self.context = module.config.taps, module.config.context
         self.ids = module.ids
         self._embed = embed
 

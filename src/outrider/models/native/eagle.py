@@ -40,7 +40,7 @@ class NativeHead:
 
     def __init__(self, module: EagleModule, target: NativeModel) -> None:
         c = module.config
-        self.taps = c.taps
+        self.taps, self.context = c.taps, c.context
         self.ids = module.ids
         self._architecture = a = Architecture(
             family="eagle3", layers=1, hidden=c.hidden, intermediate=c.intermediate,
