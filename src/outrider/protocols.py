@@ -566,3 +566,8 @@ class Pacing(Protocol):
     def beside(self, rows: int, tokens: float) -> None:
         """What other sequences feed and emit in the coming pass, about; nothing when alone."""
         ...
+
+    def took(self, proposal: Proposal, draft_s: float, total_s: float) -> None:
+        """The time of the round that scored a proposal, and of its draft. Told before ``learn``,
+        and only where the text is the same whatever is drafted."""
+        ...

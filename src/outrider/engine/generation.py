@@ -178,13 +178,15 @@ class Generation:
 
     def settle(self, played: Played, started: float) -> list[Piece]:
         """Commit a round that began at ``started`` by the clock ``perf_counter``."""
-        pieces = self._commit(played)
-        self.session.policy.learn(played.proposal, played.verdict.path)
+        pieces, s = self._commit(played), self.session
+        if s.pacing is not None and s.rule.invariant:
+            s.pacing.took(played.proposal, played.draft_s, perf_counter() - started)
+        s.policy.learn(played.proposal, played.verdict.path)
         self._book(played, pieces, perf_counter() - started)
         if self.trace.ttft_s is None:
             self.trace.ttft_s = self.trace.total_s
         if self.finished:
-            close(self.session)
+            close(s)
         return pieces
 
     def _commit(self, played: Played) -> list[Piece]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from outrider.core.price import NOMINAL, Price
 from outrider.core.proposal import ROOT, Proposal
 from outrider.errors import SamplingError, UsageError
+from outrider.policies.meter import Meter
 
 __all__ = ["Adaptive"]
 
@@ -17,6 +18,9 @@ _EDGES = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)
 
 _LONGEST_DRAWN = 128
 """Of the lengths that are weighed for sampled drafts; rows beyond pay nowhere."""
+
+_FAIR = 0.5
+"""Tokens that an attempt may cost; after a dearer one, beside others say, the wait is longer."""
 
 _RATE_TRIALS = 4.0
 """Passes that the first guess of tokens a pass counts for."""
@@ -43,7 +47,7 @@ class _Wait:
     """Rounds without a draft so far, and before the next attempt."""
 
     patience: int
-    rounds: int = 0
+    rounds: float = 0.0
 
 
 class Adaptive:
@@ -58,12 +62,13 @@ class Adaptive:
       a sampled token that is dropped for what it is would bias the output.
     - ``goes_on`` ends a chain where the next token is not worth its step and its row.
     - ``asks`` leaves a drafter out for a while that does not pay for its own time.
+    - ``took`` puts prices right by what rounds take.
     - ``length`` fixes the length of sampled drafts before anything is drawn: the γ with the most
       tokens a unit of time, each token standing with the chance that they had so far.
 
     Everything depends on earlier rounds, on what is not drawn, and on prices, so every exact rule
     stays exact. Where the text itself depends on what is drafted (``rejection``, ``block``) prices
-    are nominal ones, so that a seed gives the same text on every machine.
+    are nominal ones and stay so, so that a seed gives the same text on every machine.
 
     Parameters
     ----------
@@ -109,7 +114,7 @@ class Adaptive:
         if most < 0:
             raise SamplingError(f"The longest draft must be 0 or more; got {most}.")
         self._most = most
-        self._price = price
+        self._price = price if price is NOMINAL else Meter(price)
         self._prior = prior
         self._memory = memory
         self._retry = retry
@@ -118,6 +123,7 @@ class Adaptive:
         self._first: dict[str, _Rate] = {}
         self._waits: dict[str, _Wait] = {}
         self._trying: str | None = None
+        self._granted: dict[str, int] = {}
         self._per_pass = _Rate()
         self._others = (0, 0.0)
 
@@ -144,7 +150,11 @@ class Adaptive:
         alpha = self._drawn.mean(0.5, self._prior / 2)
         longest = min(self._most, _LONGEST_DRAWN)
         best = max(range(longest + 1), key=lambda n: (self._speed(alpha, n), -n))
-        return best if self._pays("length", best > 0) else int(self._waited("length"))
+        return (
+            best
+            if self._pays("length", best > 0)
+            else int(self._waited("length", self._value * (self._price.step + self._row(1))))
+        )
 
     def _speed(self, alpha: float, length: int) -> float:
         tokens = length + 1 if alpha == 1.0 else (1 - alpha ** (length + 1)) / (1 - alpha)
@@ -153,13 +163,17 @@ class Adaptive:
     def asks(self, source: str) -> bool:
         """Whether a drafter's first token is worth its step, as far as is known."""
         step = self._price.step_of(source)
-        first = self._first.get(source)
-        if not step or first is None:
+        if not step:
             return True
-        pays = first.mean(0.5, self._prior) > self._value * (step + self._row(1))
-        if not self._pays(source, pays) and self._waited(source):
+        loss = self._value * (step + self._row(1))
+        gain = self._first.get(source, _Rate()).mean(0.5, self._prior)
+        pays = gain > loss or source not in self._first
+        if not self._pays(source, pays) and self._waited(source, loss):
             self._trying = source
-        return pays or self._trying == source
+        # What pays by little is left out now and then, to see what a round takes without.
+        asked = (pays and (gain > 2 * loss or self._knows)) or self._trying == source
+        self._granted[source] = int(asked)
+        return asked
 
     def goes_on(self, source: str, confidence: Sequence[float]) -> bool:
         """Whether a chain is worth one more step after tokens of such confidence."""
@@ -168,7 +182,10 @@ class Adaptive:
             worth *= self._chance(source, c)
         first = self._first.get(source, _Rate()).mean(0.6, self._prior)
         cost = self._price.step_of(source) + self._row(1 + len(confidence))
-        return worth * first > self._value * cost
+        if worth * first <= self._value * cost:
+            return False
+        self._granted[source] = max(self._granted.get(source, 1), 1 + len(confidence))
+        return True
 
     def trim(self, proposal: Proposal) -> Proposal:
         """The part of a proposal that is worth scoring, if nothing in it was drawn."""
@@ -189,7 +206,7 @@ class Adaptive:
         # A drafter that was asked to see if things have changed is to be seen.
         what = f"trim {proposal.source}"
         if not self._pays(what, best > 0) and (
-            self._trying == proposal.source or self._waited(what)
+            self._trying == proposal.source or self._waited(what, self._value * self._rows(1))
         ):
             best = 1
         return proposal if best == len(worth) else proposal.only(sorted(order[:best]))
@@ -197,6 +214,7 @@ class Adaptive:
     def learn(self, proposal: Proposal, path: Sequence[int]) -> None:
         """Count a round: each node whose parent stood was tried, and those in ``path`` stood."""
         self._trying = None
+        self._granted.clear()
         source, stood = proposal.source, {ROOT, *path}
         cost = self._price.of(1 + len(proposal)) + proposal.depth * self._price.step_of(source)
         self._per_pass.add(1.0 + len(path), cost, self._memory)
@@ -220,19 +238,35 @@ class Adaptive:
             self._waits.pop(what, None)
         return pays
 
-    def _waited(self, what: str) -> bool:
-        """Count a round without; whether it is time to see if things have changed."""
+    def _waited(self, what: str, loss: float) -> bool:
+        """Count a round without; whether it is time to see if things have changed, which takes the
+        time of so many tokens."""
         wait = self._waits.setdefault(what, _Wait(self._retry))
-        wait.rounds += 1
+        wait.rounds += min(1.0, _FAIR / loss) if loss > 0 else 1.0
         if wait.rounds <= wait.patience:
             return False
-        wait.rounds, wait.patience = 0, min(2 * wait.patience, 4 * self._retry)
+        wait.rounds, wait.patience = 0.0, min(2 * wait.patience, 4 * self._retry)
         return True
+
+    def took(self, proposal: Proposal, draft_s: float, total_s: float) -> None:
+        """Count the time of a round that nobody else's rows were part of; before ``learn``."""
+        if not isinstance(self._price, Meter) or self._others[0] or not self._per_pass.tried:
+            return  # the first round's draft reads the prompt
+        self._price.took(1 + len(proposal), total_s - draft_s)
+        asked = [(source, steps) for source, steps in self._granted.items() if steps]
+        if len(asked) == 1:
+            self._price.stepped(*asked[0], draft_s)
 
     def beside(self, rows: int, tokens: float) -> None:
         """Rows that others feed in the coming pass, and tokens that come of them: rows behind
         theirs may cost more, and the time of a pass is worth what all get from it."""
         self._others = rows, tokens
+
+    @property
+    def _knows(self) -> bool:
+        """Whether the clock can tell what drafts cost, or need not."""
+        price = self._price
+        return not isinstance(price, Meter) or self._others[0] > 0 or price.knows_one_row
 
     @property
     def _value(self) -> float:
