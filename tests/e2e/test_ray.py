@@ -148,7 +148,7 @@ def test_a_server_that_does_not_start_says_why(cluster, monkeypatch):
 
     monkeypatch.setattr(ray_server.serve, "start", give_up)
     plan = Plan(
-        TARGET, {"drafter": "ngram"}, "toy", "ngram", Limits(), max_batch=4, queue=16,
+        TARGET, {"drafter": "ngram"}, "toy", "ngram", Limits(), max_batch=max_batch, queue=16,
         cache_bytes=None, share=Share(1),
     )  # fmt: skip
     with pytest.raises(ModelError, match="could not be started: the listener is dead"):
@@ -158,9 +158,9 @@ def test_a_server_that_does_not_start_says_why(cluster, monkeypatch):
 
 
 class Serving:
-    """``outrider serve --ray`` in a thread: two replicas."""
+    """``outrider serve --ray`` in a thread: two replicas, or as many as requests want."""
 
-    def __init__(self) -> None:
+    def __init__(self, least: int = 2, max_batch: int = 4) -> None:
         from outrider.serve.address import bind
         from outrider.serve.limits import Limits
         from outrider.serve.ray_app import Plan, Scale
@@ -170,13 +170,13 @@ class Serving:
             self.port = taken.getsockname()[1]
         self.stop, self.ready = threading.Event(), threading.Event()
         plan = Plan(
-            TARGET, {"drafter": "ngram"}, "toy", "ngram", Limits(), max_batch=4, queue=16,
+            TARGET, {"drafter": "ngram"}, "toy", "ngram", Limits(), max_batch=max_batch, queue=16,
             cache_bytes=None, share=Share(1),
         )  # fmt: skip
         options = {"cluster": "auto", "host": "127.0.0.1", "port": self.port, "drain_s": 60.0}
         self.thread = threading.Thread(
             target=run,
-            args=(plan, Scale(2, 2)),
+            args=(plan, Scale(least, 2)),
             kwargs=options | {"ready": self.ready.set, "stop": self.stop, "api_key": "key"},
         )
         self.thread.start()
@@ -276,7 +276,7 @@ def test_the_front_answers_for_all_replicas(serving):
 
 
 def test_the_end_waits_for_what_was_taken(serving, engine):
-    """Runs last: there is no server after it."""
+    """Runs after all that ask this server."""
     with ThreadPoolExecutor(6) as pool:
         asked = [pool.submit(lambda s=s: json.load(serving.complete(s, 1500))) for s in range(6)]
         time.sleep(0.5)
@@ -286,3 +286,36 @@ def test_the_end_waits_for_what_was_taken(serving, engine):
         serving.thread.join(HANGS_S)
     assert not serving.thread.is_alive()
     assert not replicas()
+
+
+def test_there_are_more_replicas_when_there_is_more_to_do(cluster, engine):
+    """Runs last: the server before it has ended. Ray waits half a minute before it adds one."""
+    made = Serving(least=1, max_batch=1)
+    done, enough = [], threading.Event()
+
+    def keep_asking(seed: int) -> None:
+        while not enough.is_set():
+            done.append((seed, json.load(made.complete(seed))["choices"][0]["text"]))
+
+    try:
+        assert len(replicas()) == 1
+        with ThreadPoolExecutor(6) as pool:
+            asking = [pool.submit(keep_asking, seed) for seed in range(6)]
+            try:
+                end = time.monotonic() + HANGS_S
+                while len(replicas()) < 2:
+                    assert time.monotonic() < end
+                    time.sleep(0.5)
+                begun = len(done)
+                while len(done) < begun + 12:
+                    assert time.monotonic() < end
+                    time.sleep(0.1)
+            finally:
+                enough.set()
+            for one in asking:
+                one.result()
+        assert all(answer == text(engine, seed) for seed, answer in done)
+    finally:
+        made.stop.set()
+        made.thread.join(HANGS_S)
+    assert not made.thread.is_alive()
