@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from outrider import Engine
 from outrider.cli.main import main
 from outrider.engine.loading import draft_device, parse_device, runtime_for
 from outrider.errors import UsageError
@@ -86,6 +93,56 @@ def test_an_audit_over_two_processes_is_consistent(tmp_path):
     told = json.loads(done.stdout)
     assert told["verdict"] == "consistent"
     assert told["drafted_tokens"]
+
+
+def complete(address: str, seed: int, tokens: int) -> str:
+    body = {"model": "target", "prompt": "w5 w6 w7 w5 w6", "max_tokens": tokens, "seed": seed}
+    body |= {"temperature": float(seed % 2), "ignore_eos": True}
+    request = urllib.request.Request(
+        f"{address}/v1/completions",
+        data=json.dumps(body).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=HANGS_S) as answer:
+        return str(json.load(answer)["choices"][0]["text"])
+
+
+@pytest.mark.slow
+def test_a_server_over_two_processes_answers_as_one_does(tmp_path):
+    """Several requests at once; told to end, it finishes those that it took, in both processes."""
+    folder = folder_of("llama", tmp_path / "target")
+    options = ["--target", folder, "--name", "target", "--dtype", "float32", "--port", "0"]
+    command = [*TORCHRUN, "-m", "outrider.cli.main", "serve", *options, "--device", "tp"]
+    engine = Engine.load(folder, runtime="hf", dtype="float32", drafter="none")
+    alone = {
+        seed: engine.generate(
+            "w5 w6 w7 w5 w6", max_tokens=24, seed=seed, temperature=float(seed % 2),
+            ignore_eos=True,
+        ).text
+        for seed in range(6)
+    }  # fmt: skip
+    with (
+        subprocess.Popen(
+            [*command, "--drafter", "ngram", "--drain", "20"],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=QUIET,
+        ) as server,
+        ThreadPoolExecutor(6) as pool,
+    ):  # fmt: skip
+        try:
+            assert server.stdout is not None
+            told = server.stdout.readline()  # one process tells it, when requests are taken
+            (address,) = re.findall(r"http://127\.0\.0\.1:\d+", told)
+            answers = dict(enumerate(pool.map(lambda s: complete(address, s, 24), alone)))
+            assert answers == alone
+            last = [pool.submit(complete, address, seed, 200) for seed in range(2)]
+            time.sleep(0.3)
+            server.send_signal(signal.SIGTERM)
+            assert all(one.result().startswith(alone[seed]) for seed, one in enumerate(last))
+            assert server.wait(HANGS_S) is not None
+        finally:
+            server.kill()
+    with pytest.raises(urllib.error.URLError):
+        complete(address, 0, 1)
 
 
 @pytest.mark.slow
