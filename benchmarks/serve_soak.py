@@ -38,7 +38,7 @@ BAD: tuple[dict[str, Any], ...] = (
     {"max_tokens": 10**9},
     {"temperature": -1},
     {"no_such_parameter": 1},
-    {"prompt": ""},
+    {"prompt": []},
     {"stop_token_ids": [-1]},
 )
 
