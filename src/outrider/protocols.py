@@ -551,6 +551,10 @@ class Pacing(Protocol):
     It may look at all but what was drawn: a sampled token stays, whatever it is.
     """
 
+    def hopes(self) -> bool:
+        """Whether any draft could be worth its row in this round; if none, no drafter is asked."""
+        ...
+
     def asks(self, source: str) -> bool:
         """Whether a drafter of that name is wanted in this round."""
         ...

@@ -9,6 +9,7 @@ import torch
 
 from outrider import Engine
 from outrider.core.price import Price
+from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.script import ScriptDrafter
 from outrider.engine.batch import Batch
 from outrider.errors import NumericalError, ProposalError, UsageError
@@ -217,6 +218,42 @@ def test_drafts_shrink_as_others_fill_the_pass():
     crowded = len(policy.trim(chain))
     policy.beside(0, 0.0)
     assert (alone, crowded, len(policy.trim(chain))) == (4, 0, 4)
+
+
+def test_in_a_crowd_no_drafter_is_asked_and_afterwards_it_is_again(engine, monkeypatch):
+    """Asking takes time that all wait for; the drafter then sees at once what it missed."""
+    crowd, asked = [0], []
+    monkeypatch.setattr(
+        Adaptive, "beside", lambda self, *_: setattr(self, "_others", (crowd[0], float(crowd[0])))
+    )
+    price = Price((1, 2), (1.0, 1.5))
+    monkeypatch.setattr(type(engine), "price", lambda *_: price)
+    start = NgramDrafter.start
+
+    def counted(drafter, prompt, capacity):
+        session = start(drafter, prompt, capacity)
+        propose = session.propose
+
+        def count(tokens, length, pick):
+            asked.append(len(tokens))
+            return propose(tokens, length, pick)
+
+        session.propose = count
+        return session
+
+    monkeypatch.setattr(NgramDrafter, "start", counted)
+    text = some_tokens(6) * 3
+    how = {"max_tokens": 24, "ignore_eos": True}
+    plain = engine.generate(text, drafter="none", **how).token_ids
+    batch, one = Batch(engine.model), engine.stream(text, drafter="ngram", **how)
+    batch.add(one)
+    while len(batch):
+        done = len(one.trace.rounds)
+        crowd[0] = 12 if 3 <= done < 7 else 0
+        before = len(asked)
+        batch.step()
+        assert len(asked) - before == (0 if crowd[0] and not one.finished else 1 + one.finished)
+    assert one.output.token_ids == plain
 
 
 def test_company_decides_nothing_where_the_text_depends_on_drafts(engine, monkeypatch):

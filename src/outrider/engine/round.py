@@ -102,6 +102,8 @@ def draft(s: Session) -> Drafted:
     if len(pending) > _MOST_PENDING:
         length = 0
 
+    if s.pacing is not None and not s.pacing.hopes():
+        return Drafted(pending, Proposal(), perf_counter() - started)
     proposal = s.draft.propose(s.tokens, length, make_pick(s))
     _check(proposal, length, s.model.vocab_size)
     if s.pacing is not None:

@@ -22,6 +22,13 @@ _LONGEST_DRAWN = 128
 _FAIR = 0.5
 """Tokens that an attempt may cost; after a dearer one, beside others say, the wait is longer."""
 
+_ASKING = 0.03
+"""What asking costs that finds nothing, in passes: all wait for it."""
+
+_SURE = 0.8
+_SOME = (1, 2, 4, 8, 16)
+"""How many tokens to hope for, and what their chance is at best, by and large."""
+
 _RATE_TRIALS = 4.0
 """Passes that the first guess of tokens a pass counts for."""
 
@@ -61,6 +68,7 @@ class Adaptive:
     - ``trim`` leaves out of a proposal what is not worth its row. Only where nothing was drawn:
       a sampled token that is dropped for what it is would bias the output.
     - ``goes_on`` ends a chain where the next token is not worth its step and its row.
+    - ``hopes`` is lost where others fill the pass: no drafter is asked then.
     - ``asks`` leaves a drafter out for a while that does not pay for its own time.
     - ``took`` puts prices right by what rounds take.
     - ``length`` fixes the length of sampled drafts before anything is drawn: the γ with the most
@@ -126,6 +134,7 @@ class Adaptive:
         self._granted: dict[str, int] = {}
         self._per_pass = _Rate()
         self._others = (0, 0.0)
+        self._cheapest: dict[int, float] = {}  # the price of a drafted token, by others' rows
 
     @classmethod
     def build(cls, argument: str, price: Price = NOMINAL) -> Adaptive:
@@ -142,6 +151,15 @@ class Adaptive:
                 hint="Example: --draft-length adaptive:24",
             )
         return cls(int(argument), price) if argument else cls(price=price)
+
+    def hopes(self) -> bool:
+        """Whether tokens that are as sure as can be were worth their rows, and the asking."""
+        rows = self._others[0]
+        if not rows:
+            return True
+        if rows not in self._cheapest:
+            self._cheapest[rows] = min((self._rows(n) + _ASKING) / n for n in _SOME)
+        return self._value * self._cheapest[rows] < _SURE
 
     def length(self) -> int:
         """The longest draft; of sampled ones, the best length at the acceptance seen so far."""
