@@ -110,8 +110,10 @@ class Batch:
         steps: list[Step] = []
         ready = [one for one in list(self._running) if self._fed(one, steps)]
         asked: list[tuple[Generation, Drafted]] = []
+        fed = sum(self._rows.get(id(one), 1) for one in ready)
+        tokens = sum(self._tokens.get(id(one), 1.0) for one in ready)
         for one in ready:
-            self._tell_load(one, ready)
+            self._tell_load(one, fed, tokens)
             try:
                 asked.append((one, draft(one.session)))
             except Exception as error:
@@ -153,14 +155,13 @@ class Batch:
         self._tokens[id(one)] = 0.8 * self._tokens.get(id(one), 1.0) + 0.2 * len(pieces)
         return Step(one, pieces)
 
-    def _tell_load(self, one: Generation, ready: Sequence[Generation]) -> None:
-        """How many rows the others feed. A text that depends on what is drafted must not depend
-        on company, so there nothing is told."""
-        session = one.session
+    def _tell_load(self, one: Generation, rows: int, tokens: float) -> None:
+        """What the others feed and emit, of all. A text that depends on what is drafted must not
+        depend on company, so there nothing is told."""
+        session, key = one.session, id(one)
         if session.pacing is not None and session.rule.invariant:
-            others = [id(other) for other in ready if other is not one]
-            rows = sum(self._rows.get(key, 1) for key in others)
-            session.pacing.beside(rows, sum(self._tokens.get(key, 1.0) for key in others))
+            rows -= self._rows.get(key, 1)
+            session.pacing.beside(rows, tokens - self._tokens.get(key, 1.0))
 
     def _groups(
         self, asked: Sequence[tuple[Generation, Drafted]]

@@ -129,6 +129,7 @@ class Adaptive:
         self._rates: dict[tuple[str, int], _Rate] = {}
         self._drawn: _Rate | None = None
         self._first: dict[str, _Rate] = {}
+        self._asked: dict[str, _Rate] = {}
         self._waits: dict[str, _Wait] = {}
         self._trying: str | None = None
         self._granted: dict[str, int] = {}
@@ -184,8 +185,9 @@ class Adaptive:
         if not step:
             return True
         loss = self._value * (step + self._row(1))
-        gain = self._first.get(source, _Rate()).mean(0.5, self._prior)
-        pays = gain > loss or source not in self._first
+        known = self._asked.get(source)
+        gain = known.mean(0.5, self._prior) if known else _SURE
+        pays = gain > loss
         if not self._pays(source, pays) and self._waited(source, loss):
             self._trying = source
         # What pays by little is left out now and then, to see what a round takes without.
@@ -232,8 +234,12 @@ class Adaptive:
     def learn(self, proposal: Proposal, path: Sequence[int]) -> None:
         """Count a round: each node whose parent stood was tried, and those in ``path`` stood."""
         self._trying = None
-        self._granted.clear()
         source, stood = proposal.source, {ROOT, *path}
+        for asked, steps in self._granted.items():
+            if steps:  # what was not even worth scoring is time lost too
+                worth = float(asked == source and len(path) > 0)
+                self._asked.setdefault(asked, _Rate()).add(worth, 1.0, self._memory)
+        self._granted.clear()
         cost = self._price.of(1 + len(proposal)) + proposal.depth * self._price.step_of(source)
         self._per_pass.add(1.0 + len(path), cost, self._memory)
         if not len(proposal):
