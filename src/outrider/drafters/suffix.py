@@ -159,10 +159,12 @@ class _SuffixSession:
         self._text.extend(new)
 
     def propose(self, tokens: Sequence[int], length: int, pick: Pick) -> Proposal:
+        drafter = self._drafter
+        if length <= 0 and not drafter.store.tokens:
+            return Proposal()  # what came since is indexed when it is of use
         self._index(tokens)
         if length <= 0:
             return Proposal()
-        drafter = self._drafter
         best, place = self._own, self._own.end()
         with drafter.store.lock:
             for index in (drafter.corpus, *drafter.store.generations):

@@ -20,14 +20,18 @@ _LONGEST_DRAWN = 128
 """Of the lengths that are weighed for sampled drafts; rows beyond pay nowhere."""
 
 _FAIR = 0.5
-"""Tokens that an attempt may cost; after a dearer one, beside others say, the wait is longer."""
+"""Tokens that an attempt may cost. The wait for one that costs twice as many, beside others say, is
+four times as long: it takes more, and is less likely to pay."""
 
 _ASKING = 0.03
 """What asking costs that finds nothing, in passes: all wait for it."""
 
-_SURE = 0.8
+_EVEN = 0.5
 _SOME = (1, 2, 4, 8, 16)
-"""How many tokens to hope for, and what their chance is at best, by and large."""
+"""What to hope for of a draft that is not known yet: its tokens' chance, and how many there are."""
+
+_SURE = 0.8
+"""What to hope for of a drafter that was not asked yet."""
 
 _RATE_TRIALS = 4.0
 """Passes that the first guess of tokens a pass counts for."""
@@ -154,13 +158,13 @@ class Adaptive:
         return cls(int(argument), price) if argument else cls(price=price)
 
     def hopes(self) -> bool:
-        """Whether tokens that are as sure as can be were worth their rows, and the asking."""
+        """Whether tokens that stand every other time were worth their rows, and the asking."""
         rows = self._others[0]
         if not rows:
             return True
         if rows not in self._cheapest:
             self._cheapest[rows] = min((self._rows(n) + _ASKING) / n for n in _SOME)
-        return self._value * self._cheapest[rows] < _SURE
+        return self._value * self._cheapest[rows] < _EVEN
 
     def length(self) -> int:
         """The longest draft; of sampled ones, the best length at the acceptance seen so far."""
@@ -266,7 +270,7 @@ class Adaptive:
         """Count a round without; whether it is time to see if things have changed, which takes the
         time of so many tokens."""
         wait = self._waits.setdefault(what, _Wait(self._retry))
-        wait.rounds += min(1.0, _FAIR / loss) if loss > 0 else 1.0
+        wait.rounds += min(1.0, (_FAIR / loss) ** 2) if loss > 0 else 1.0
         if wait.rounds <= wait.patience:
             return False
         wait.rounds, wait.patience = 0.0, min(2 * wait.patience, 4 * self._retry)
