@@ -1,6 +1,6 @@
-"""What int8 and bfloat16 weights do to a model's predictions, on text that anyone has.
+"""What weights of fewer bits do to a model's predictions, on text that anyone has.
 
-    .venv/bin/python -m benchmarks.perplexity [--target T] [--kinds bfloat16,int8,float32]
+    .venv/bin/python -m benchmarks.perplexity [--target T] [--kinds bfloat16,int8,int4,float32]
         [--tokens 20000] [--text FILE] [--json FILE]
 
 The text is Python's own library (heapq, textwrap, argparse), this repository's README, LICENSE
@@ -31,7 +31,7 @@ ROWS = 64
 """Rows of one pass: the most that the native runtime feeds."""
 SHORTEST = 32
 """A context of fewer tokens says little and is left out."""
-KINDS = ("bfloat16", "int8", "float32")
+KINDS = ("bfloat16", "int8", "int4", "float32")
 _HOME = Path(__file__).parent.parent
 _OWN = ("README.md", "LICENSE", "docs/proof.md", "docs/rules.md", "docs/audits.md")
 
@@ -87,7 +87,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     ap.add_argument("--target", default="smollm2-135m")
-    ap.add_argument("--kinds", default="bfloat16,int8", help=",".join(KINDS))
+    ap.add_argument("--kinds", default="bfloat16,int8,int4", help=",".join(KINDS))
     ap.add_argument("--tokens", type=int, default=20_000)
     ap.add_argument("--text", action="append", default=[], help="a file more; may be repeated")
     ap.add_argument("--json", default="")
