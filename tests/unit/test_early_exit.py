@@ -24,13 +24,14 @@ from outrider.drafters.shape import parse_shape
 from outrider.engine.exits import Exit, _answered, _Bench, _thinned, best_exits, drafter_of
 from outrider.errors import UnsupportedError, UsageError
 from outrider.models.hf import HFModel
+from outrider.models.native.device import DeviceModel
 from outrider.models.native.model import NativeModel
 from outrider.models.toy import ContextModel, ToyModel
 from outrider.protocols import LayeredModel, Model, Pick, Setting
 from outrider.registry import RULES
 from tests.contract.test_drafters import pick_for
 from tests.laws import chain_law, distance, speculative_law
-from tests.small_models import VOCAB, native, new_module, shared, some_tokens
+from tests.small_models import VOCAB, native, new_module, on_device, shared, some_tokens
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -50,6 +51,11 @@ def on_hf() -> HFModel:
     return HFModel(module, same_numbers=True)
 
 
+@cache
+def on_a_device() -> DeviceModel:
+    return on_device(new_module("llama", num_hidden_layers=LAYERS))
+
+
 def drafter_for(model: Model, argument: str) -> EarlyExitDrafter:
     return EarlyExitDrafter.build(argument, Setting(model, load=lambda path: model))
 
@@ -58,7 +64,7 @@ def outputs(model: Model, argument: str, **options) -> tuple[list[int], list[int
     """Token ids with a draft, without one, and the trace of the first."""
     engine = Engine(model, drafter=drafter_for(model, argument))
     request = {"max_tokens": 40, "seed": 3, **options}
-    drafted = engine.generate(PROMPT, **request)
+    drafted = engine.generate(PROMPT, draft_length=4, **request)  # whether it pays or not
     return (
         drafted.token_ids,
         engine.generate(PROMPT, plain=True, **request).token_ids,
@@ -69,7 +75,7 @@ def outputs(model: Model, argument: str, **options) -> tuple[list[int], list[int
 # --- the text ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", [target, on_hf])
+@pytest.mark.parametrize("model", [target, on_hf, on_a_device])
 def test_all_layers_agree_with_themselves(model):
     ours, plain, trace = outputs(model(), str(LAYERS))
     assert ours == plain
@@ -94,16 +100,18 @@ def test_other_families(family, argument):
     assert ours == plain
 
 
+@pytest.mark.parametrize("model", [on_hf, on_a_device])
 @pytest.mark.parametrize("argument", SUBSETS)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_the_text_on_transformers(argument, temperature):
-    ours, plain, trace = outputs(on_hf(), argument, temperature=temperature)
+def test_the_text_on_other_runtimes(model, argument, temperature):
+    ours, plain, trace = outputs(model(), argument, temperature=temperature)
     assert ours == plain
     assert trace["drafted_tokens"] > 0
 
 
-def test_a_tree_on_transformers():
-    ours, plain, _ = outputs(on_hf(), "2#tree=3,2")
+@pytest.mark.parametrize("model", [on_hf, on_a_device])
+def test_a_tree_on_other_runtimes(model):
+    ours, plain, _ = outputs(model(), "2#tree=3,2")
     assert ours == plain
 
 
@@ -127,7 +135,7 @@ def test_the_exact_law_of_trees(rule):
 # --- the layers ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", [target, on_hf])
+@pytest.mark.parametrize("model", [target, on_hf, on_a_device])
 @pytest.mark.parametrize("argument", ["2", "0,2-3"])
 def test_some_layers_are_the_model_that_has_no_others(model, argument):
     """On a cache that they alone have filled, they are a smaller model with those weights."""
@@ -144,7 +152,8 @@ def test_some_layers_are_the_model_that_has_no_others(model, argument):
         elif ".layers." not in name:
             renamed[name] = weight
     smaller.load_state_dict(renamed)
-    alone = native(smaller) if model is target else HFModel(smaller, same_numbers=True)
+    make = {target: native, on_a_device: on_device}
+    alone = make[model](smaller) if model in make else HFModel(smaller, same_numbers=True)
     chain = Proposal.chain(PROMPT[70:78])
 
     def rows(of: Model) -> torch.Tensor:
@@ -159,6 +168,9 @@ def test_nothing_is_copied():
     part = target().some_layers([0, 2])
     assert part.weights is target().weights
     assert part._turn_taking is target()._turn_taking
+    other = on_a_device().some_layers([0, 2])
+    assert other.weights is on_a_device().weights
+    assert other._turn_taking is on_a_device()._turn_taking
     theirs = {id(p) for p in on_hf().module.parameters()}
     assert {id(p) for p in on_hf().some_layers([0, 2]).module.parameters()} < theirs
     assert len(on_hf().module.get_decoder().layers) == LAYERS
@@ -305,7 +317,7 @@ def test_families_on_transformers(family):
     engine = Engine(model, drafter=drafter_for(model, "1"))
     request = {"max_tokens": 12, "seed": 1}
     prompt = PROMPT[:20]
-    ours = engine.generate(prompt, **request)
+    ours = engine.generate(prompt, draft_length=4, **request)
     assert ours.token_ids == engine.generate(prompt, plain=True, **request).token_ids
     assert ours.trace.summary()["drafted_tokens"] > 0
 

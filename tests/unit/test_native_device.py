@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from outrider import Engine
 from outrider.core.proposal import Proposal
+from outrider.drafters.early_exit import EarlyExitDrafter
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.script import ScriptDrafter
@@ -398,6 +399,7 @@ def test_whatever_drafts_the_output_is_the_plain_one(device, request_):
         "itself": ModelDrafter(made),
         "tree": ModelDrafter(draft, shape=parse_shape("tree=3,2")),
         "growing tree": ModelDrafter(draft, shape=parse_shape("tree=24")),
+        "first layer": EarlyExitDrafter(made, (0,)),
     }
     for name, drafter in drafters.items():
         output = Engine(made, drafter=drafter).generate(PROMPT, draft_length=5, **options)

@@ -31,7 +31,7 @@ _SOME = (1, 2, 4, 8, 16)
 """What to hope for of a draft that is not known yet: its tokens' chance, and how many there are."""
 
 _SURE = 0.8
-"""What to hope for of a drafter that was not asked yet."""
+"""What to hope for, beside others, of a drafter that was not asked yet."""
 
 _RATE_TRIALS = 4.0
 """Passes that the first guess of tokens a pass counts for."""
@@ -190,8 +190,9 @@ class Adaptive:
             return True
         loss = self._value * (step + self._row(1))
         known = self._asked.get(source)
+        # One that was not asked yet is, unless others would wait for it.
         gain = known.mean(0.5, self._prior) if known else _SURE
-        pays = gain > loss
+        pays = gain > loss or (known is None and not self._others[0])
         if not self._pays(source, pays) and self._waited(source, loss):
             self._trying = source
         # What pays by little is left out now and then, to see what a round takes without.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Sequence
 from functools import partial
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from outrider.core.proposal import Proposal
 from outrider.errors import ModelError, NotEnoughMemoryError, ProposalError
 from outrider.models.hidden import Hidden, check_taps
+from outrider.models.layers import check_layers
 from outrider.models.memory import free_bytes
 from outrider.models.native.architecture import Architecture
 from outrider.models.native.eager import DEPTH, FIELDS, frame_rows, run_pass
@@ -175,6 +177,7 @@ class DeviceModel:
         self._frame = torch.zeros(_PREFILL_CHUNK, FIELDS, dtype=torch.int64, device=self.device)
         self._logits = torch.zeros(MAX_ROWS, a.vocab_size, device=self.device)
         self._tapped: dict[tuple[int, ...], Tensor] = {}
+        self._only: tuple[int, ...] | None = None
         self._graphs, self._direct = graphs_for(self.device), Direct()
         self._free: list[Room] = []
         # Frame and results are the model's own, so that passes take turns.
@@ -202,6 +205,15 @@ class DeviceModel:
         # The next sequence takes it over with the passes that were captured over it.
         weakref.finalize(cache, self._free.append, room).atexit = False
         return cache
+
+    def some_layers(self, layers: Sequence[int]) -> DeviceModel:
+        """Some layers alone, in the same caches, where each has the place that it has here.
+
+        Weights, and buffers that passes take turns with, are shared.
+        """
+        part = copy.copy(self)
+        part._only = check_layers(layers, self.layers, self.name)
+        return part
 
     def cache_bytes(self, tokens: int) -> int:
         """Memory for a cache of so many tokens, which is taken at once."""
@@ -285,7 +297,8 @@ class DeviceModel:
         fed = [*tokens, *(proposal.tokens[node] for node in nodes)]
         start, n = cache.length, len(fed)
         width = next((w for w in self.widths if w >= n), -(-n // MAX_ROWS) * MAX_ROWS)
-        room, taps = cache.room, cache.hidden.taps
+        # Hidden states that are set aside are the whole model's.
+        room, taps = cache.room, cache.hidden.taps if self._only is None else ()
         keys = room.keys(start + n)
         filled = frame_rows(width, start, fed, proposal, nodes, room.size)
         with self._turn_taking:
@@ -294,7 +307,7 @@ class DeviceModel:
             tapped = self._tapped_rows(taps)  # made before anything is captured over it
             step = partial(self._step, room, width, keys, wanted > 0, taps)
             graphs = self._graphs if width <= MAX_ROWS else self._direct
-            graphs.run(room.captured, (width, keys, wanted > 0, taps), step)
+            graphs.run(room.captured, (width, keys, wanted > 0, taps, self._only), step)
             logits = self._logits[n - wanted : n, : self.vocab_size].clone()
             if taps:
                 cache.hidden.put(start, tapped[:n].cpu())
@@ -313,6 +326,7 @@ class DeviceModel:
             logits=self._logits[:width] if logits else None,
             taps=taps,
             tapped=self._tapped[taps][:width] if taps else None,
+            layers=self._only,
         )
 
     def _tapped_rows(self, taps: tuple[int, ...]) -> Float[Tensor, "rows widths"]:

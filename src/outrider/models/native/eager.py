@@ -199,6 +199,7 @@ def run_pass(
     logits: Float[Tensor, "n V"] | None = None,
     taps: tuple[int, ...] = (),
     tapped: Float[Tensor, "n widths"] | None = None,
+    layers: Sequence[int] | None = None,
 ) -> None:
     """One pass over what a frame says.
 
@@ -218,11 +219,13 @@ def run_pass(
         Where logits go, if they are wanted.
     taps, tapped
         Layers whose hidden states are wanted, and where they go, side by side.
+    layers
+        Those to run, if not all of them.
     """
     with _attention_kernels(frame.device):
         ops = _Ops(a, kept, frame, frequencies, keys, taps)
         table = w.head.weight if w.embedding is None else w.embedding
-        hidden = decoder(ops, w, F.embedding(frame[:, _TOKEN], table))
+        hidden = decoder(ops, w, F.embedding(frame[:, _TOKEN], table), layers)
         if tapped is not None:
             tapped.copy_(torch.cat([ops.tapped[layer] for layer in taps], -1))
         if logits is not None:
