@@ -297,3 +297,38 @@ def test_an_audit_in_which_nothing_was_drafted_tested_nothing(how, capsys, tmp_p
     code, out, _ = run(capsys, *idle, "-n", "1", "--drafter", "none", "--samples", "40", *how)
     assert code in (0, 3)
     assert "Nothing tested" not in out
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--target", "/no/such/model.gguf"],
+        ["--target", "no-such-name-xyz"],
+        ["--rule", "nosuch"],
+        ["--samples", "0"],
+        ["--html", "/no/such/folder/page.html"],
+    ],
+)
+def test_an_error_is_no_verdict(capsys, wrong):
+    code, out, err = run(capsys, *TOY, "-n", "2", *wrong)
+    assert code == 2
+    assert not out
+    assert err.strip()
+
+
+def test_whoever_gave_no_seed_is_told_it(capsys, tmp_path, monkeypatch):
+    """So that what was drawn can be drawn again: on the terminal, and in the page's command."""
+    page = tmp_path / "page.html"
+    asked = [*TOY, "--sampled", "--samples", "40", "-n", "2", "-k", "2", "--html", str(page)]
+    monkeypatch.setattr("sys.argv", ["outrider", *asked])
+    _, _, err = run(capsys, *asked)
+    seed = err.partition("To repeat it: --seed ")[2].split()[0]
+    assert f"--seed {seed}" in page.read_text()
+    _, _, err = run(capsys, *asked, "--seed", "5")
+    assert "To repeat it" not in err
+
+
+def test_the_record_names_what_ran(capsys):
+    _, out, _ = run(capsys, *TOY, "-n", "2", "-k", "2", "--json")
+    result = json.loads(out)
+    assert (result["draft_length"], result["runtime"]) == ("2", "ToyModel")

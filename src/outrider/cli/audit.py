@@ -9,6 +9,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +17,7 @@ import typer
 
 from outrider.cli import options as o
 from outrider.cli.places import check_place
-from outrider.errors import PromptError, UsageError
+from outrider.errors import OutriderError, PromptError, UsageError
 from outrider.lab.configuration import parse_length
 
 if TYPE_CHECKING:
@@ -34,7 +35,22 @@ _LOOKS = 6
 _SERVERS = "Servers"
 
 
+def _without_a_verdict(command: Callable[..., None]) -> Callable[..., None]:
+    """Errors end with 2: a model that is not there says nothing of a law."""
+
+    @wraps(command)
+    def told(*args: Any, **options: Any) -> None:
+        try:
+            command(*args, **options)
+        except (OutriderError, OSError) as error:
+            error.exit_code = 2  # type: ignore[union-attr]
+            raise
+
+    return told
+
+
 @app.command()
+@_without_a_verdict
 @o.sampling_options(temperature=1.0)
 def audit(
     *,
@@ -133,7 +149,7 @@ def audit(
     of OpenAI's protocol are compared; a key for them is taken from OUTRIDER_API_KEY.
 
     Exit codes: 0 consistent, 1 different or not exact by design, 3 not enough samples, or nothing
-    tested because nothing was drafted.
+    tested because nothing was drafted; 2 for an error, which is no verdict, 130 when interrupted.
     """
     from outrider.cli.generate import check_request
     from outrider.cli.screen import Screen
@@ -183,6 +199,7 @@ def audit(
     toy = endpoint is None and target.partition(":")[0] == "toy"
     texts = prompt or [_TOY_PROMPT if toy else _PROMPT]
     # Some servers keep 32 bits of a seed.
+    drawn = seed is None
     seed = secrets.randbits(62 if endpoint is None else 30) if seed is None else seed
     values = Sampling(**sampling)
     result: dict[str, Any] = {
@@ -215,7 +232,10 @@ def audit(
             engine = remembering(engine)
             result["remembered"] = True
         chosen = engine.make_rule(values)
+        made = engine.model
         result |= {"target": target, "drafter": engine.drafter.name, "rule": chosen.name}
+        result |= {"draft_length": str(draft_length), "runtime": type(made).__name__}
+        result |= {"precision": str(getattr(made, "kind", ""))}
         if not chosen.exact:
             result |= _not_exact(chosen.name)
         elif walk or (toy and not sampled and not remember):
@@ -239,8 +259,9 @@ def audit(
             for token in set(_token_ids(result))
             if 0 <= token < engine.tokenizer.vocab_size
         }
+    drawn = drawn and result["method"] not in ("enumeration", "none")
     if page is not None:
-        _write_page(page, result, tokens)
+        _write_page(page, result, tokens, ["--seed", str(seed)] if drawn else [])
     if as_json:
         typer.echo(json.dumps(result, ensure_ascii=False))
     else:
@@ -249,6 +270,8 @@ def audit(
         if "comparisons" in result:
             table(screen, result)
         screen.out.print(result["sentence"], markup=False)
+        if drawn:
+            screen.err.print(f"To repeat it: --seed {seed}", markup=False)
         if page is not None:
             screen.err.print(f"The page is in {page}.", markup=False)
     raise typer.Exit(_EXIT[result["verdict"]])
@@ -393,12 +416,16 @@ def _token_ids(result: dict[str, Any]) -> Iterator[int]:
         yield from (t for t in (difference["plain_token"], difference["token"]) if t is not None)
 
 
-def _write_page(path: Path, result: dict[str, Any], tokens: dict[int, str]) -> None:
+def _write_page(
+    path: Path, result: dict[str, Any], tokens: dict[int, str], more: list[str]
+) -> None:
     from importlib.metadata import version
 
     from outrider.report.audit import audit_page, write_page
 
-    versions = {name: version(name) for name in ("outrider", "torch", "transformers", "numpy")}
+    versions = {
+        name: version(name) for name in ("outrider", "torch", "transformers", "numpy", "numba")
+    }
     versions["Python"] = ".".join(map(str, sys.version_info[:3]))
-    command = shlex.join(["outrider", *sys.argv[1:]])
+    command = shlex.join(["outrider", *sys.argv[1:], *more])
     write_page(path, audit_page(result, texts=tokens, versions=versions, command=command))

@@ -78,8 +78,9 @@ def say_tokens(report: TokenReport) -> str:
             "a fault that touches one output in twenty."
         )
     return (
-        f"Consistent: {told} with plain decoding on the same seeds{but}; all else is equal. "
-        f"Other prompts and longer outputs were not tested."
+        f"Consistent: {told} with plain decoding on the same seeds{but}; "
+        f"{'all else is' if ties else 'all are'} equal. Not tested: other prompts, longer outputs, "
+        "and the law of plain decoding itself: noise that is wrong on both sides is equal on both."
     )
 
 

@@ -89,7 +89,7 @@ def main(arguments: list[str] | None = None) -> None:
         where = f"'{error.filename}'" if error.filename else "The output"
         _tell(f"{where} could not be read or written: {error.strerror or error}.")
         _drop_output()
-        sys.exit(1)
+        sys.exit(getattr(error, "exit_code", 1))
 
 
 def _tell(problem: str, hint: str = "") -> None:

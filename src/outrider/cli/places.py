@@ -18,6 +18,6 @@ def check_place(file: Path | None) -> None:
     if not file.name or file.is_dir():
         raise UsageError(f"A file was expected; '{file}' is a folder.", hint=where)
     if not file.parent.is_dir():
-        raise UsageError(f"The folder '{file.parent}' does not exist.", hint=f"Make it, or {where}")
+        raise UsageError(f"The folder '{file.parent}' does not exist.", hint=f"Make it. {where}")
     if not os.access(file if file.exists() else file.parent, os.W_OK):
         raise UsageError(f"'{file}' may not be written to.", hint=where)

@@ -154,6 +154,10 @@ def claims(result: Result) -> list[tuple[str, str]]:
             ("Drafter", result["drafter"]),
             ("Rule", result["rule"]),
         ]
+        if "draft_length" in result:
+            rows.append(("Draft length", result["draft_length"]))
+            runtime, precision = result["runtime"], result["precision"]
+            rows.append(("Runtime", f"{runtime}, {precision}" if precision else runtime))
     rows.append(("Sampling", _sampling(result.get("sampling") or {}) or "as the other side's"))
     rows.append(("Output", f"at most {_plural(result['max_tokens'], 'token')}"))
     by = ("by plain decoding", "by this configuration")
