@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from outrider import Engine, Grammar
 from outrider.cli.main import app
-from outrider.core.processors import Context
+from outrider.core.processors import Context, Law
 from outrider.core.proposal import Proposal
 from outrider.drafters.script import ScriptDrafter
 from outrider.engine.grammar import Grammars, Guided, _Words
@@ -299,3 +299,53 @@ def test_the_command_line_takes_a_schema_from_a_file(tmp_path):
     assert read_grammar(json.dumps(SCHEMA), None) == Grammar.json_schema(SCHEMA)
     assert read_grammar(None, "a+") == Grammar.regex("a+")
     assert read_grammar(None, None) is None
+
+
+# --- grammars that outgrow the matcher -----------------------------------------------------------
+
+MANY = {f"k{i}": {"type": "string"} for i in range(600)}
+"""Properties that may come in any order: more than llguidance follows side by side."""
+
+NESTED = {
+    "type": "object",
+    "properties": {"a": {"type": "string"}, "b": {"type": "object", "properties": MANY}},
+    "additionalProperties": False,
+}
+
+
+def byte_mask():
+    words = HFTokenizer(new_byte_level())
+    made = Grammars(words).mask(Grammar.json_schema(NESTED), words.vocab_size)
+    return made, words
+
+
+def test_a_grammar_that_grows_too_complex_is_an_error_and_never_no_grammar():
+    mask, words = byte_mask()
+    deep = words.encode('{"b": {')
+    for _ in range(2):
+        with pytest.raises(UsageError, match="leaves no token"):
+            allowed(mask, deep, words.vocab_size)
+        with pytest.raises(UsageError):
+            mask.forced(deep)
+
+
+def test_a_draft_that_leads_there_changes_nothing_for_the_text():
+    fresh, words = byte_mask()
+    text, deep = words.encode('{"a'), words.encode('{"b": {')
+    expected = allowed(fresh, text, words.vocab_size)
+    assert 0 < len(expected) < words.vocab_size
+    mask, _ = byte_mask()
+    law = Law(mask=mask)
+    logits = torch.zeros(words.vocab_size)
+    q = law.of_draft(Context([0, *deep], 1), logits)  # goes without: what it drafts is refused
+    assert len(q.ids) == words.vocab_size
+    assert allowed(mask, text, words.vocab_size) == expected
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram"])
+def test_an_output_that_comes_there_ends_with_an_error(drafter):
+    words = HFTokenizer(new_byte_level())
+    engine = Engine(ToyModel.random(words.vocab_size, seed=1), words, drafter=drafter)
+    schema = {"type": "object", "properties": MANY}
+    with pytest.raises(UsageError, match="leaves no token"):
+        engine.generate("a", max_tokens=12, grammar=Grammar.json_schema(schema))

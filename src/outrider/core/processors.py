@@ -20,7 +20,7 @@ from torch import Tensor
 
 from outrider.core.distribution import Distribution
 from outrider.core.vectors import as_floats, log_sum_exp
-from outrider.errors import NumericalError, SamplingError
+from outrider.errors import NumericalError, SamplingError, UsageError
 
 __all__ = ["Context", "Law", "Processor", "Sampling", "is_whole"]
 
@@ -243,11 +243,19 @@ class Law:
         """q at one position: the same law of a draft's logits.
 
         Where a draft has none of the tokens that the mask leaves, since its vocabulary is smaller,
-        it goes without: whatever it then proposes is refused.
+        or has come to where the mask cannot follow, it goes without: whatever it then proposes is
+        refused.
         """
-        if self.mask is not None and not torch.isfinite(self.mask(context, logits)).any():
+        if self.mask is not None and not self._leaves_some(context, logits):
             return Law(self.processors, greedy=self.greedy, wide=self.wide)(context, logits)
         return self(context, logits)
+
+    def _leaves_some(self, context: Context, logits: Float[Tensor, " V"]) -> bool:
+        assert self.mask is not None
+        try:
+            return bool(torch.isfinite(self.mask(context, logits)).any())
+        except UsageError:
+            return False
 
     def among(
         self,

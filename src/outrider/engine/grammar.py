@@ -198,7 +198,8 @@ class GrammarMask:
     """
 
     def __init__(self, matcher: LLMatcher, vocab_size: int, text_ids: frozenset[int]) -> None:
-        self._matcher, self._vocab_size, self._text_ids = matcher, vocab_size, text_ids
+        self._start, self._matcher = matcher, matcher.deep_copy()
+        self._vocab_size, self._text_ids = vocab_size, text_ids
         self._held: list[int] = []
         self._masks: dict[int, Bool[Tensor, " V"]] = {}
         self._forbidden([])  # what cannot even begin is told before any token is paid for
@@ -217,7 +218,13 @@ class GrammarMask:
         return scores.masked_fill(forbidden.to(scores.device), -math.inf)
 
     def forced(self, output: Sequence[int]) -> list[int]:
-        """The tokens that must come next, as the tokenizer spells them; often none."""
+        """The tokens that must come next, as the tokenizer spells them; often none.
+
+        Raises
+        ------
+        UsageError
+            When the grammar has grown too complex for llguidance, as in a call.
+        """
         if not self._go(list(output)) or self._matcher.is_stopped():
             return []
         return self._matcher.compute_ff_tokens()
@@ -235,11 +242,7 @@ class GrammarMask:
             return None
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():
-            raise UsageError(
-                f"The grammar leaves no token that could come after {at}: "
-                f"{_reason(self._matcher)}.",
-                hint="Simplify it; or the tokenizer has no token for a character that it wants.",
-            )
+            raise self._failed(at)
         allowed = np.unpackbits(bits, count=self._vocab_size, bitorder="little")
         if len(self._masks) == _MASKS:
             del self._masks[min(self._masks)]
@@ -256,8 +259,22 @@ class GrammarMask:
         new = output[base:]
         fit = next((i for i, token in enumerate(new) if token not in self._text_ids), len(new))
         taken = self._matcher.try_consume_tokens(new[:fit])
+        if self._matcher.is_error():  # not the same as tokens that break the grammar
+            raise self._failed(base + taken)
         self._held += new[:taken]
         return taken == len(new)
+
+    def _failed(self, at: int) -> UsageError:
+        """What to raise for a matcher that cannot go on; it stays so, and so another takes its
+        place: only a draft may have led it there."""
+        reason = _reason(self._matcher)
+        self._matcher = self._start.deep_copy()
+        self._held.clear()
+        self._masks.clear()
+        return UsageError(
+            f"The grammar leaves no token that could come after {at}: {reason}.",
+            hint="Simplify it; or the tokenizer has no token for a character that it wants.",
+        )
 
 
 class Guided:
