@@ -148,7 +148,7 @@ def test_a_server_that_does_not_start_says_why(cluster, monkeypatch):
 
     monkeypatch.setattr(ray_server.serve, "start", give_up)
     plan = Plan(
-        TARGET, {"drafter": "ngram"}, "toy", "ngram", Limits(), max_batch=max_batch, queue=16,
+        TARGET, {"drafter": "ngram"}, "toy", "ngram", Limits(), max_batch=4, queue=16,
         cache_bytes=None, share=Share(1),
     )  # fmt: skip
     with pytest.raises(ModelError, match="could not be started: the listener is dead"):
