@@ -69,6 +69,17 @@ def test_a_price_never_leaves_reason():
     assert meter.of(8) >= 1.0
 
 
+def test_many_rows_that_seem_to_cost_less_than_none_cost_what_one_does():
+    """Where rows are free, and a clock says that long drafts take less time than short ones."""
+    meter = Meter(Price((1, 64), (1.0, 1.0)))
+    for _ in range(100):
+        meter.took(1, 0.010)
+        meter.took(64, 0.002)
+        meter.took(2, 0.0)
+    assert meter.of(64) == pytest.approx(1.0)
+    assert meter.of(2) == pytest.approx(1.0)
+
+
 def test_steps_get_the_price_that_they_have():
     meter = Meter(PRICE)
     meter.took(1, 0.010)

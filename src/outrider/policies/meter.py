@@ -22,8 +22,9 @@ _SEEN = 1.0
 _MOST = 1.5
 """No round counts for more than this times what it was to take: something else ran."""
 
-_RANGE = (-0.05, 1.0)
-"""What a row may cost beyond its price, in passes."""
+_DEAREST = 1.0
+"""The most that a row may cost beyond its price, in passes. Less than its price it never does: many
+rows that each gave a little back would make a pass that costs nothing."""
 
 
 class Meter:
@@ -79,6 +80,8 @@ class Meter:
 
     def took(self, rows: int, seconds: float) -> None:
         """Count a round that took so long but for its draft."""
+        if seconds <= 0:
+            return  # a clock that stood still tells nothing
         p, z, kept = self._price.of(rows), rows - 1, 1 - 1 / _MEMORY
         y = min(seconds, _MOST * self._one * self.of(rows)) if self._one else seconds
         self._y, self._p, self._z = kept * self._y + y, kept * self._p + p, kept * self._z + z
@@ -88,7 +91,7 @@ class Meter:
         # Least squares in turns for u and for a.
         self._one = self._y / (self._p + self._more * self._z)
         more = (self._zy / self._one - self._zp) / (self._zz + _DOUBT)
-        self._more = min(max(more, _RANGE[0]), _RANGE[1])
+        self._more = min(max(more, 0.0), _DEAREST)
 
     def stepped(self, drafter: str, steps: int, seconds: float) -> None:
         """Count a draft: how many steps it had, and how long it took."""
