@@ -9,7 +9,9 @@ import numpy as np
 from numba import njit
 
 from outrider.errors import UsageError
+from outrider.models.native import kernels
 from outrider.models.native.architecture import Architecture
+from outrider.models.native.kept import kept_with
 from outrider.models.native.kernels import FRAME, MAX_ROWS
 from outrider.models.native.vector import BLOCK
 from outrider.protocols import Asked
@@ -89,6 +91,7 @@ class Feeder:
 
 
 @njit(cache=True)
+@kept_with(kernels)
 def _say_rows(
     frame: Any, row: Any, tokens: Any, vocab_size: Any, table: Any, start: Any, before: Any,
     top: Any, first: Any, parents: Any, turned: Any, turns: Any,

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import carray, cfunc, float32, int8, int32, int64, njit, types, uint8, uint16
 
+from outrider.models.native import vector
+from outrider.models.native.kept import kept_with
 from outrider.models.native.vector import (
     BLOCK,
     GROUPS,
@@ -114,11 +116,14 @@ def _halves(address: Any, n: Any) -> Any:
     return carray(_half_at(address), n)
 
 
+_with_vectors = kept_with(vector)
+
+
 class Kernel:
     """A step that is compiled when its address is first asked for, or read from numba's cache."""
 
     def __init__(self, function: Any) -> None:
-        self._function = function
+        self._function = _with_vectors(function)
 
     @cached_property
     def address(self) -> int:

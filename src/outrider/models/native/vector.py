@@ -4,8 +4,6 @@ Numba compiles everything else. These three are where the time goes, and where t
 float sum must not depend on what a compiler makes of a loop: each accumulates one term at a
 time, in the order of the keys or inputs, with a fused multiply-add. ``<64 x float>`` and the like
 are split by LLVM into whatever registers the processor has.
-
-numba keeps compiled steps by the time of ``kernels.py``: touch that file after a change here.
 """
 
 from __future__ import annotations
@@ -83,9 +81,11 @@ QUADS = 16
 its values a few levels, since a few of them are large: 64 inputs keep the perplexity of a 135M
 model within a percent, whole rows miss it by four."""
 
-_AHEAD = 1024
-"""Bytes that weights are fetched ahead: without it a wide tile waits for memory and computes in
-turn, and eight rows cost twice as much as they need to."""
+_AHEAD, _NEAR = (12288, 2) if _WIDE else (1024, 3)
+"""Bytes that weights are fetched ahead, and into which cache (3: the first, 2: the second): without
+it a wide tile waits for memory and computes in turn, and eight rows cost twice as much as they need
+to. Measured on processors of both kinds: those with wide vectors have a larger second cache, farther
+from memory, and their first one can wait for too few lines at once."""
 
 _i8, _i16, _i32, _i64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _f32 = ir.FloatType()
@@ -128,11 +128,13 @@ def _fma(b: Any, x: Any, y: Any, z: Any) -> Any:
     return b.call(fma, [x, y, z])
 
 
-def _prefetch(b: Any, address: Any, size: int, before: int = _AHEAD) -> None:
+def _prefetch(
+    b: Any, address: Any, size: int, before: int = _AHEAD, near: int = _NEAR
+) -> None:
     """Ask for the lines that ``size`` bytes at this address will be followed by."""
     pointer = ir.PointerType(_i8)
     call = _declare(b, "llvm.prefetch.p0", _void, pointer, _i32, _i32, _i32)
-    read, keep, data = (ir.Constant(_i32, value) for value in (0, 3, 1))
+    read, keep, data = (ir.Constant(_i32, value) for value in (0, near, 1))
     for line in range(0, size, 64):
         ahead = b.inttoptr(b.add(address, _c(before + line)), pointer)
         b.call(call, [ahead, read, keep, data])
@@ -254,7 +256,7 @@ def integer_tile(rows: int, groups: int) -> Any:
         parts, held = -(-rows // _AT_ONCE), []
         for part in range(parts):
             some = range(rows * part // parts, rows * (part + 1) // parts)
-            loop = _Loop(b, _c(QUADS), 1, [first[g] for _ in some for g in range(groups)])
+            loop = _Loop(b, _anew(b, _c(QUADS)), 1, [first[g] for _ in some for g in range(groups)])
             at = b.add(w_block, b.mul(loop.i, _c(4 * LANES * GROUPS)))
             if part == 0:
                 _prefetch(b, at, 4 * LANES * groups)
@@ -481,7 +483,7 @@ def row_sums(queries: int, half: bool, add: bool) -> Any:
         zeros = ir.Constant(kind, [0.0] * lanes)
         loop = _Loop(b, count, 1, [_load(b, out, kind, 4) if add else zeros for out in outs])
         here = b.add(rows, b.mul(loop.i, stride))
-        _prefetch(b, b.add(here, ahead), lanes * (2 if half else 4), 0)
+        _prefetch(b, b.add(here, ahead), lanes * (2 if half else 4), 0, 3)
         row = _widen(b, here, half, lanes)
         held, at = [], b.mul(loop.i, _c(4))
         for q, (x, _) in enumerate(pairs):
