@@ -30,6 +30,7 @@ from outrider.models.native.vector import (
     call_count,
     call_step,
     columns,
+    exponentials,
     float_tile,
     float_to_bits,
     integer_tile,
@@ -37,7 +38,10 @@ from outrider.models.native.vector import (
     nibble_tile,
     pointer,
     put_half,
+    put_halves,
+    row_bytes,
     row_sums,
+    silu,
 )
 
 __all__ = ["FRAME", "LINEAR", "MAX_ROWS", "SHARES", "SIGNED", "Frame", "drive", "kernel"]
@@ -87,6 +91,7 @@ FRAME = Frame()
 
 _int64_at, _float_at, _int_at = (pointer(kind) for kind in (int64, float32, int32))
 _byte_at, _half_at = pointer(int8), pointer(uint16)
+_row_bytes, _signed_bytes = row_bytes(signed=False), row_bytes(signed=True)
 _FAST = {"reassoc", "contract", "nsz"}
 """For sums over one row: their order is the compiler's, and the same for every row."""
 
@@ -142,26 +147,6 @@ kernel = Kernel
 # ---- elementwise pieces --------------------------------------------------------------------------
 
 
-@njit(inline="always")
-def _exp(x: Any) -> Any:
-    """e^x for x <= 88 to about two units in the last place; the same bits in any loop.
-
-    2^n e^r with |r| <= ln 2 / 2, and a polynomial of degree 6 for e^r (Cephes' expf).
-    """
-    x = max(x, float32(-87.0))
-    n = np.floor(x * float32(1.44269504) + float32(0.5))
-    r = x - n * float32(0.693359375)
-    r = r - n * float32(-2.12194440e-4)
-    p = float32(1.9875691500e-4)
-    p = p * r + float32(1.3981999507e-3)
-    p = p * r + float32(8.3334519073e-3)
-    p = p * r + float32(4.1665795894e-2)
-    p = p * r + float32(1.6666665459e-1)
-    p = p * r + float32(5.0000001201e-1)
-    p = p * r * r + r + float32(1.0)
-    return p * bits_to_float(int32((int32(n) + int32(127)) << int32(23)))
-
-
 @njit(fastmath=_FAST)
 def _sum_of_squares(x: Any) -> Any:
     total = float32(0.0)
@@ -188,15 +173,6 @@ def _largest(x: Any) -> Any:
     return bits_to_float(int32(best ^ ((best >> int32(31)) & int32(0x7FFFFFFF))))
 
 
-@njit
-def _largest_size(x: Any) -> Any:
-    """max |x|, or NaN if there is one: as integers they are larger than any number."""
-    best = int32(0)
-    for i in range(len(x)):
-        best = max(best, int32(float_to_bits(x[i]) & int32(0x7FFFFFFF)))
-    return bits_to_float(best)
-
-
 # ---- a row made ready for a linear layer ---------------------------------------------------------
 
 
@@ -207,49 +183,43 @@ def _block_rows(rows: Any, most: Any) -> Any:
     return (rows + blocks - 1) // blocks
 
 
-@njit
-def _hand_over(y: Any, row: Any, rows: Any, out: Any, scales: Any, quantized: Any) -> None:
-    """Write a row where the tiles of a linear layer expect it: next to its block-mates.
+@njit(inline="always")
+def _parts(padded: Any, thread: Any, threads: Any) -> Any:
+    """A thread's share of what rows are divided in, INPUT_STEP numbers each.
+
+    It takes that of all rows: they lie side by side, and two threads that write to the same lines
+    would wait for each other.
+    """
+    parts = padded // (4 * QUADS)
+    return parts * thread // threads, parts * (thread + 1) // threads
+
+
+@njit(inline="always")
+def _hand_over(piece: Any, part: Any, row: Any, rows: Any, a: Any) -> None:
+    """Write a part of a row where the tiles of a linear layer expect it: next to its block-mates.
 
     Rows go in blocks of at most ROWS, or NIBBLE_ROWS (``SIGNED``); within one, f32 [inputs, rows]
-    (``quantized`` 0), or bytes
-    [quads, rows, 4], with numbers for each QUADS quads: with 128 added, and the row's scale (1); or
-    as they are, and its scale and the sums of both halves (``SIGNED``).
+    (``quantized`` 0), or bytes [quads, rows, 4], with numbers for each part: with 128 added, and
+    the row's scale (1); or as they are, and its scale and the sums of both halves (``SIGNED``).
+    ``a``: the padded width, where rows and scales go, ``quantized``.
     """
-    width, size = len(y), _block_rows(rows, NIBBLE_ROWS if quantized == SIGNED else ROWS)
+    padded, out, scales, quantized = a[0], a[1], a[2], a[3]
+    step = len(piece)
+    size = _block_rows(rows, NIBBLE_ROWS if quantized == SIGNED else ROWS)
     start = row // size * size
     mates, place = min(size, rows - start), row - start
     if quantized == 0:
-        into = _floats(out + 4 * start * width, mates * width)
-        for i in range(width):
-            into[i * mates + place] = y[i]
+        into = _floats(out + 4 * (start * padded + part * step * mates), mates * step)
+        for i in range(step):
+            into[i * mates + place] = piece[i]
         return
-    parts, numbers = width // (4 * QUADS), 3 if quantized == SIGNED else 1
-    into_scales = _floats(scales + 4 * start * parts * numbers, mates * parts * numbers)
-    packed = np.empty(width, np.uint8)
-    origin = int32(0) if quantized == SIGNED else int32(128)
-    for part in range(parts):
-        piece = y[4 * QUADS * part : 4 * QUADS * (part + 1)]
-        most = _largest_size(piece)
-        # A number that is none would vanish in a byte; in the scale it does not.
-        scale = most / float32(127.0)
-        into_scales[part * numbers * mates + place] = scale
-        inverse = float32(127.0) / most if most > float32(0.0) else float32(0.0)
-        for i in range(4 * QUADS):
-            # Adding 1.5 · 2^23 rounds to a whole number, ties to even, in the lowest bits.
-            bits = float_to_bits(piece[i] * inverse + float32(12582912.0))
-            packed[4 * QUADS * part + i] = uint8(bits + origin)
-        if quantized == SIGNED:
-            for half in range(2):
-                total = int32(0)
-                for i in range(2 * QUADS):
-                    total += int32(int8(packed[4 * QUADS * part + 2 * QUADS * half + i]))
-                at = (part * numbers + 1 + half) * mates + place
-                into_scales[at] = float32(total) * scale
-    quads = packed.view(np.int32)
-    into_quads = _words(out + start * width, mates * width // 4)
-    for i in range(width // 4):
-        into_quads[i * mates + place] = quads[i]
+    quads = out + start * padded + part * step * mates + 4 * place
+    if quantized == SIGNED:
+        number = 3 * (start * (padded // step) + part * mates) + place
+        _signed_bytes(piece.ctypes.data, quads, 4 * mates, scales + 4 * number, 4 * mates)
+    else:
+        number = start * (padded // step) + part * mates + place
+        _row_bytes(piece.ctypes.data, quads, 4 * mates, scales + 4 * number, 4 * mates)
 
 
 @kernel
@@ -257,18 +227,22 @@ def norm(arguments: Any, thread: Any, threads: Any) -> None:
     """RMS norm: y = x / sqrt(mean(x²) + eps) · w, for the rows from the wanted one on."""
     a = _ints(arguments, 11)
     frame = _ints(a[0], FRAME.size)
-    source, stride, weight_at, width, padded = a[1], a[2], a[3], a[4], a[5]
-    epsilon = _floats(a[6], 1)[0]
-    first = frame[FRAME.first] if a[10] else 0
+    source, stride, weight_at, width = a[1], a[2], a[3], a[4]
+    epsilon = _floats(a[5], 1)[0]
+    into, first = a[7:], frame[FRAME.first] if a[6] else 0
     rows = frame[FRAME.rows] - first
-    weight = _floats(weight_at, width)
-    for row in range(thread, rows, threads):
+    start, end = _parts(into[0], thread, threads)
+    weight, y = _floats(weight_at, width), np.zeros(4 * QUADS, np.float32)
+    for row in range(rows):
         x = _floats(source + 4 * (first + row) * stride, width)
         scale = float32(1.0) / np.sqrt(_sum_of_squares(x) / float32(width) + epsilon)
-        y = np.zeros(padded, np.float32)
-        for i in range(width):
-            y[i] = x[i] * scale * weight[i]
-        _hand_over(y, row, rows, a[7], a[8], a[9])
+        for part in range(start, end):
+            at = part * len(y)
+            own = min(len(y), width - at)
+            for i in range(own):
+                y[i] = x[at + i] * scale * weight[at + i]
+            y[own:] = float32(0.0)
+            _hand_over(y, part, row, rows, into)
 
 
 @kernel
@@ -276,15 +250,42 @@ def swiglu(arguments: Any, thread: Any, threads: Any) -> None:
     """silu(gate) · up, with gate and up side by side in each row."""
     a = _ints(arguments, 8)
     rows = _ints(a[0], FRAME.size)[FRAME.rows]
-    stride, width, padded = a[2], a[3], a[4]
-    for row in range(thread, rows, threads):
-        gate = _floats(a[1] + 4 * row * stride, width)
-        up = _floats(a[1] + 4 * (row * stride + width), width)
-        y = np.zeros(padded, np.float32)
-        for i in range(width):
-            # Where the exponent would overflow, silu is zero to more than float32 holds.
-            y[i] = gate[i] / (float32(1.0) + _exp(min(-gate[i], float32(88.0)))) * up[i]
-        _hand_over(y, row, rows, a[5], a[6], a[7])
+    stride, width, into = a[2], a[3], a[4:]
+    start, end = _parts(into[0], thread, threads)
+    y = np.zeros(4 * QUADS, np.float32)
+    for part in range(start, end):
+        at = part * len(y)
+        own = min(len(y), width - at)
+        for row in range(rows):
+            gate = a[1] + 4 * (row * stride + at)
+            if own > 0:
+                silu(gate, gate + 4 * width, y.ctypes.data, own)
+            y[max(0, own) :] = float32(0.0)
+            _hand_over(y, part, row, rows, into)
+
+
+@kernel
+def lift(arguments: Any, thread: Any, threads: Any) -> None:
+    """norm(x) + silu(g), where the g of row j is the j-th piece of that row: a Medusa block's."""
+    a = _ints(arguments, 11)
+    rows = _ints(a[0], FRAME.size)[FRAME.rows]
+    source, weight_at, width, pieces, stride, into = a[1], a[2], a[3], a[5], a[6], a[7:]
+    epsilon = _floats(a[4], 1)[0]
+    start, end = _parts(into[0], thread, threads)
+    weight, y = _floats(weight_at, width), np.zeros(4 * QUADS, np.float32)
+    ones = np.ones(4 * QUADS, np.float32)
+    for row in range(rows):
+        x = _floats(source + 4 * row * width, width)
+        scale = float32(1.0) / np.sqrt(_sum_of_squares(x) / float32(width) + epsilon)
+        for part in range(start, end):
+            at = part * len(y)
+            own = min(len(y), width - at)
+            g = pieces + 4 * (row * (stride + width) + at)
+            silu(g, ones.ctypes.data, y.ctypes.data, own)
+            for i in range(own):
+                y[i] += x[at + i] * scale * weight[at + i]
+            y[own:] = float32(0.0)
+            _hand_over(y, part, row, rows, into)
 
 
 @kernel
@@ -513,8 +514,10 @@ def remember(arguments: Any, thread: Any, threads: Any) -> None:
     layer, queries, half, q_norm, k_norm = a[7], a[8], a[9], a[10], a[11]
     epsilon, scale = _floats(a[12], 1)[0], _floats(a[13], 1)[0]
     all_heads = heads + 2 * kv_heads
-    for item in range(thread, frame[FRAME.rows] * all_heads, threads):
-        row, head = item // all_heads, item % all_heads
+    # A thread takes a head of all rows: their keys lie side by side.
+    rows = frame[FRAME.rows]
+    for item in range(rows * ((all_heads - thread + threads - 1) // threads)):
+        row, head = item % rows, thread + item // rows * threads
         x = _floats(qkv + 4 * (row * stride + head * width), width)
         cosines = _floats(frame[FRAME.cosines] + 4 * row * half, half)
         sines = _floats(frame[FRAME.sines] + 4 * row * half, half)
@@ -534,7 +537,10 @@ def remember(arguments: Any, thread: Any, threads: Any) -> None:
         else:
             start, step = padded * BLOCK + at * padded, 1
         if size == 2:
-            for i in range(width):
+            whole_vectors = width // LANES * LANES
+            if whole_vectors:
+                put_halves(x.ctypes.data, block + 2 * start, 2 * step, whole_vectors)
+            for i in range(whole_vectors, width):
                 put_half(block + 2 * (start + i * step), x[i])
         else:
             whole = _floats(block, 2 * padded * BLOCK)
@@ -685,12 +691,12 @@ def _soften(frame: Any, row: Any, s: Any, first: Any) -> None:
     base, nodes = frame[FRAME.base + row], frame[FRAME.nodes + row]
     for i in range(nodes):  # each lies at or beyond where it goes, and they are in order
         s[base + i] = s[frame[FRAME.path + row * MAX_ROWS + i]]
+    e = s[first : base + nodes]
+    # Whole vectors, of which the first may begin before and the last end behind.
+    start = first // LANES * LANES
+    exponentials(s[start:].ctypes.data, base + nodes - start, float_to_bits(_largest(e)))
     for i in range(first):
         s[i] = float32(0.0)
-    e = s[first : base + nodes]
-    best = _largest(e)
-    for i in range(len(e)):
-        e[i] = _exp(e[i] - best)
     scale = float32(1.0) / _sum(e)
     for i in range(len(e)):
         e[i] *= scale
@@ -778,14 +784,24 @@ def hand_heads(arguments: Any, thread: Any, threads: Any) -> None:
     """What the heads found, side by side without their padding, for the next linear layer."""
     a = _ints(arguments, 10)
     rows = _ints(a[0], FRAME.size)[FRAME.rows]
-    source, stride, heads, width, padded, total = a[1], a[2], a[3], a[4], a[5], a[6]
-    for row in range(thread, rows, threads):
-        y = np.zeros(total, np.float32)
-        for head in range(heads):
-            x = _floats(source + 4 * (row * stride + head * padded), width)
-            for i in range(width):
-                y[head * width + i] = x[i]
-        _hand_over(y, row, rows, a[7], a[8], a[9])
+    source, stride, heads, width, padded, into = a[1], a[2], a[3], a[4], a[5], a[6:]
+    start, end = _parts(into[0], thread, threads)
+    y = np.zeros(4 * QUADS, np.float32)
+    for part in range(start, end):
+        at = part * len(y)
+        own = max(0, min(len(y), heads * width - at))
+        for row in range(rows):
+            if width == padded:
+                x = _floats(source + 4 * (row * stride + at), own)
+                for i in range(own):
+                    y[i] = x[i]
+            else:
+                x = _floats(source + 4 * row * stride, heads * padded)
+                for i in range(own):
+                    head = (at + i) // width
+                    y[i] = x[head * padded + at + i - head * width]
+            y[own:] = float32(0.0)
+            _hand_over(y, part, row, rows, into)
 
 
 # ---- the whole pass ------------------------------------------------------------------------------

@@ -2,49 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
 import torch
 from jaxtyping import Float
-from numba import float32
 from torch import Tensor
 
 from outrider.models.heads.medusa import MedusaModule
-from outrider.models.native.kernels import (
-    FRAME,
-    _exp,
-    _floats,
-    _hand_over,
-    _ints,
-    _sum_of_squares,
-    kernel,
-)
+from outrider.models.native.kernels import FRAME, lift
 from outrider.models.native.model import NativeModel
 from outrider.models.native.recorder import Program, Rows, Steps, padded_inputs
 from outrider.models.native.weights import Linear, pack
 
 __all__ = ["NativeMedusa"]
-
-
-@kernel
-def lift(arguments: Any, thread: Any, threads: Any) -> None:
-    """norm(x) + silu(g), where the g of row j is the j-th piece of that row."""
-    a = _ints(arguments, 11)
-    rows = _ints(a[0], FRAME.size)[FRAME.rows]
-    source, weight_at, width, padded, pieces, stride = a[1], a[2], a[3], a[4], a[6], a[7]
-    epsilon = _floats(a[5], 1)[0]
-    weight = _floats(weight_at, width)
-    for row in range(thread, rows, threads):
-        x = _floats(source + 4 * row * width, width)
-        g = _floats(pieces + 4 * row * (stride + width), width)
-        scale = float32(1.0) / np.sqrt(_sum_of_squares(x) / float32(width) + epsilon)
-        y = np.zeros(padded, np.float32)
-        for i in range(width):
-            # Where the exponent would overflow, silu is zero to more than float32 holds.
-            silu = g[i] / (float32(1.0) + _exp(min(-g[i], float32(88.0))))
-            y[i] = x[i] * scale * weight[i] + silu
-        _hand_over(y, row, rows, a[8], a[9], a[10])
 
 
 class _Heads(Steps):
@@ -53,9 +21,8 @@ class _Heads(Steps):
 
     def lift(self, x: Tensor, weight: Tensor, pieces: Tensor) -> Rows:
         width = len(weight)
-        sizes = (width, padded_inputs(width), self.epsilon)
-        places = (pieces.data_ptr(), pieces.shape[1], *self._rows())
-        self._step(lift, x.data_ptr(), weight.data_ptr(), *sizes, *places)
+        places = (weight.data_ptr(), width, self.epsilon, pieces.data_ptr(), pieces.shape[1])
+        self._step(lift, x.data_ptr(), *places, padded_inputs(width), *self._rows())
         return self.rows
 
     def record(self, norm: Tensor, blocks: Linear, head: Linear) -> Program:

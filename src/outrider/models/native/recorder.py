@@ -146,7 +146,7 @@ class Steps:
     def norm(self, x: Tensor, weight: Tensor, *, head: bool = False) -> Rows:
         """RMS norm; with ``head``, of the rows alone whose logits are wanted."""
         width = len(weight)
-        into = (width, padded_inputs(width), self.epsilon, *self._rows(), int(head))
+        into = (width, self.epsilon, int(head), padded_inputs(width), *self._rows())
         self._step(norm, x.data_ptr(), x.shape[1], weight.data_ptr(), *into)
         return self.rows
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import llvmlite.binding as llvm
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -32,6 +33,7 @@ __all__ = [
     "call_count",
     "call_step",
     "columns",
+    "exponentials",
     "float_tile",
     "float_to_bits",
     "integer_tile",
@@ -39,7 +41,10 @@ __all__ = [
     "nibble_tile",
     "pointer",
     "put_half",
+    "put_halves",
+    "row_bytes",
     "row_sums",
+    "silu",
 ]
 
 BLOCK = 64
@@ -96,6 +101,11 @@ _halves = ir.VectorType(ir.HalfType(), LANES)
 
 def _c(value: int) -> ir.Constant:
     return ir.Constant(_i64, value)
+
+
+def _f(value: float) -> float:
+    """The nearest float32."""
+    return float(np.float32(value))
 
 
 def _load(b: Any, address: Any, kind: Any, align: int = 1) -> Any:
@@ -496,6 +506,125 @@ def row_sums(queries: int, half: bool, add: bool) -> Any:
     return _intrinsic(6, emit)
 
 
+def _constants(kind: Any) -> Callable[[Any], ir.Constant]:
+    """From a number to a vector full of it; its bits where the vector is of integers."""
+    return lambda value: ir.Constant(kind, [value] * kind.count)
+
+
+def _exp(b: Any, x: Any) -> Any:
+    """e^x for x <= 88 to about two units in the last place; NaN stays NaN.
+
+    2^n e^r with |r| <= ln 2 / 2, and a polynomial of degree 6 for e^r (Cephes' expf). A product and
+    a sum are rounded one after the other, so that it is the same on every processor.
+    """
+    integers = ir.VectorType(_i32, x.type.count)
+    real, whole = _constants(x.type), _constants(integers)
+
+    def line(p: Any, by: Any, plus: Any) -> Any:
+        return b.fadd(b.fmul(p, by), plus)
+
+    least = real(-87.0)
+    x = b.select(b.fcmp_ordered("<", x, least), least, x)
+    floor = _declare(b, f"llvm.floor.v{x.type.count}f32", x.type, x.type)
+    n = b.call(floor, [line(x, real(_f(1.44269504)), real(0.5))])
+    r = b.fsub(x, b.fmul(n, real(_f(0.693359375))))
+    r = b.fsub(r, b.fmul(n, real(_f(-2.12194440e-4))))
+    p = real(_f(1.9875691500e-4))
+    for c in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+        p = line(p, r, real(_f(c)))
+    p = b.fadd(b.fadd(b.fmul(b.fmul(p, r), r), r), real(1.0))
+    power = b.shl(b.add(b.fptosi(n, integers), whole(127)), whole(23))
+    return b.fmul(p, b.bitcast(power, x.type))
+
+
+def _exponentials(b: Any, values: Any, count: Any, top: Any) -> None:
+    kind = ir.VectorType(_f32, LANES)
+    most = _splat(b, b.bitcast(b.trunc(top, _i32), _f32), LANES)
+    loop = _Loop(b, count, LANES, [])
+    at = b.add(values, b.mul(loop.i, _c(4)))
+    _store(b, _exp(b, b.fsub(_load(b, at, kind, 4), most)), at, 4)
+    loop.close([])
+
+
+exponentials = _intrinsic(3, _exponentials)
+"""e^(x - top), in place, of ``count`` float32s at an address and of those that fill the last
+vector up to ``LANES``; ``top`` as its bits."""
+
+
+def _silu(b: Any, gate: Any, up: Any, out: Any, count: Any) -> None:
+    kind = ir.VectorType(_f32, LANES)
+    most, one = (_constants(kind)(value) for value in (88.0, 1.0))
+    loop = _Loop(b, count, LANES, [])
+    at = b.mul(loop.i, _c(4))
+    x = _load(b, b.add(gate, at), kind, 4)
+    # Where the exponent would overflow, silu is zero to more than float32 holds.
+    minus = b.fsub(_constants(kind)(-0.0), x)
+    minus = b.select(b.fcmp_ordered(">", minus, most), most, minus)
+    y = b.fmul(b.fdiv(x, b.fadd(one, _exp(b, minus))), _load(b, b.add(up, at), kind, 4))
+    _store(b, y, b.add(out, at), 4)
+    loop.close([])
+
+
+silu = _intrinsic(4, _silu)
+"""silu(gate) · up of ``count`` float32s, and of those that fill the last vector up to ``LANES``.
+
+silu(gate, up, out, count)
+"""
+
+
+def row_bytes(signed: bool) -> Any:
+    """``4 · QUADS`` float32s of a row as bytes, with a scale of their own.
+
+    row_bytes(x, quads, quad_stride, numbers, number_stride), strides in bytes
+
+    quads
+        Where the row's groups of four go.
+    numbers
+        Where its scale goes: the largest size over 127. Then, if ``signed``, the sums of both
+        halves times the scale; without it, 128 is added to each byte.
+    """
+
+    def emit(b: Any, x: Any, quads: Any, quad_stride: Any, numbers: Any, stride: Any) -> None:
+        width = 4 * QUADS
+        floats, integers = ir.VectorType(_f32, width), ir.VectorType(_i32, width)
+        real, whole = _constants(floats), _constants(integers)
+        values = _load(b, x, floats, 4)
+        # As integers, sizes are in the same order, and NaN is larger than any number: it would
+        # vanish in a byte, but does not in the scale.
+        sizes = b.and_(b.bitcast(values, integers), whole(0x7FFFFFFF))
+        largest = _declare(b, f"llvm.vector.reduce.smax.v{width}i32", _i32, integers)
+        most = b.bitcast(b.call(largest, [sizes]), _f32)
+        top = ir.Constant(_f32, 127.0)
+        scale = b.fdiv(most, top)
+        zero = ir.Constant(_f32, 0.0)
+        inverse = b.select(b.fcmp_ordered(">", most, zero), b.fdiv(top, most), zero)
+        # Adding 1.5 · 2^23 rounds to a whole number, ties to even, in the lowest bits.
+        moved = b.fadd(b.fmul(values, _splat(b, inverse, width)), real(12582912.0))
+        small = b.trunc(b.bitcast(moved, integers), ir.VectorType(_i8, width))
+        _store(b, scale, numbers, 4)
+        if signed:
+            half = width // 2
+            add = _declare(
+                b, f"llvm.vector.reduce.add.v{half}i32", _i32, ir.VectorType(_i32, half)
+            )
+            for number in range(2):
+                lanes = ir.Constant(
+                    ir.VectorType(_i32, half), list(range(half * number, half * (number + 1)))
+                )
+                some = b.shuffle_vector(small, small, lanes)
+                total = b.call(add, [b.sext(some, ir.VectorType(_i32, half))])
+                place = b.add(numbers, b.mul(stride, _c(number + 1)))
+                _store(b, b.fmul(b.sitofp(total, _f32), scale), place, 4)
+        else:
+            small = b.add(small, _constants(small.type)(-128))
+        groups = b.bitcast(small, ir.VectorType(_i32, QUADS))
+        for quad in range(QUADS):
+            place = b.add(quads, b.mul(quad_stride, _c(quad)))
+            _store(b, b.extract_element(groups, ir.Constant(_i32, quad)), place, 4)
+
+    return _intrinsic(5, emit)
+
+
 @intrinsic
 def put_half(typingctx: Any, address: Any, value: Any) -> Any:
     """Write a float32 in half precision."""
@@ -505,6 +634,23 @@ def put_half(typingctx: Any, address: Any, value: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(_int64, types.float32), codegen
+
+
+def _put_halves(b: Any, values: Any, into: Any, stride: Any, count: Any) -> None:
+    loop = _Loop(b, count, LANES, [])
+    some = _load(b, b.add(values, b.mul(loop.i, _c(4))), ir.VectorType(_f32, LANES), 4)
+    halves = b.fptrunc(some, _halves)
+    for lane in range(LANES):
+        place = b.add(into, b.mul(stride, b.add(loop.i, _c(lane))))
+        _store(b, b.extract_element(halves, ir.Constant(_i32, lane)), place, 2)
+    loop.close([])
+
+
+put_halves = _intrinsic(4, _put_halves)
+"""Write float32s in half precision, at a stride in bytes.
+
+put_halves(values, into, stride, count), where LANES divides the count
+"""
 
 
 def pointer(kind: Any) -> Any:
