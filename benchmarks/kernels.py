@@ -172,8 +172,8 @@ def native_error() -> float:
         made = Native(replace(linear, scales=torch.ones_like(linear.scales)), 1)
         for count in range(1, ROWS + 1):
             for values in extreme_rows(count, inputs, q):
-                quads = (values + 128).to(torch.uint8).unflatten(1, (-1, 4)).transpose(0, 1)
-                made.rows.flatten()[: values.numel()] = quads.flatten()
+                parts = (values + 128).to(torch.uint8).unflatten(1, (-1, INPUT_STEP))
+                made.rows.flatten()[: values.numel()] = parts.transpose(0, 1).flatten()
                 for block in range(inputs // INPUT_STEP):
                     scales = torch.zeros(inputs // INPUT_STEP, count)
                     scales[block] = 1.0

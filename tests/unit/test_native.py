@@ -369,14 +369,14 @@ def run_linear(
         (LINEAR["int8"], [at, *(part.data_ptr() for part in parts), *sizes]),
     ]
     Program(steps, 2, frame, source, [parts]).run(logits=True)
-    # Rows lie in groups, within one next to each other: [quads, rows, 4].
+    # Rows lie in groups, within one next to each other: [blocks, rows, INPUT_STEP].
     groups = -(-n // ROWS)
     size = -(-n // groups)
     found, worth = [], []
     for start in range(0, n, size):
         mates = min(size, n - start)
         here = values.flatten()[start * width : (start + mates) * width]
-        found.append(here.view(width // 4, mates, 4).transpose(0, 1).reshape(mates, width))
+        found.append(here.view(blocks, mates, -1).transpose(0, 1).reshape(mates, width))
         here = scales.flatten()[start * blocks : (start + mates) * blocks]
         worth.append(here.view(blocks, mates).T)
     return torch.cat(found).long() - 128, torch.cat(worth), out[:n, : packed.outputs]

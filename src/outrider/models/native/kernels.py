@@ -199,7 +199,7 @@ def _hand_over(piece: Any, part: Any, row: Any, rows: Any, a: Any) -> None:
     """Write a part of a row where the tiles of a linear layer expect it: next to its block-mates.
 
     Rows go in blocks of at most ROWS, or NIBBLE_ROWS (``SIGNED``); within one, f32 [inputs, rows]
-    (``quantized`` 0), or bytes [quads, rows, 4], with numbers for each part: with 128 added, and
+    (``quantized`` 0), or bytes [parts, rows, INPUT_STEP], with numbers for each part: with 128 added, and
     the row's scale (1); or as they are, and its scale and the sums of both halves (``SIGNED``).
     ``a``: the padded width, where rows and scales go, ``quantized``.
     """
@@ -213,13 +213,13 @@ def _hand_over(piece: Any, part: Any, row: Any, rows: Any, a: Any) -> None:
         for i in range(step):
             into[i * mates + place] = piece[i]
         return
-    quads = out + start * padded + part * step * mates + 4 * place
+    into_bytes = out + start * padded + step * (part * mates + place)
     if quantized == SIGNED:
         number = 3 * (start * (padded // step) + part * mates) + place
-        _signed_bytes(piece.ctypes.data, quads, 4 * mates, scales + 4 * number, 4 * mates)
+        _signed_bytes(piece.ctypes.data, into_bytes, scales + 4 * number, 4 * mates)
     else:
         number = start * (padded // step) + part * mates + place
-        _row_bytes(piece.ctypes.data, quads, 4 * mates, scales + 4 * number, 4 * mates)
+        _row_bytes(piece.ctypes.data, into_bytes, scales + 4 * number, 4 * mates)
 
 
 @kernel

@@ -32,7 +32,7 @@ def multiply(w: Linear, rows: Tensor, scales: Tensor) -> Tensor:
     frame = np.zeros(FRAME.size, np.int64)
     counters = np.zeros(SHARES, np.int64)
     frame[FRAME.rows], frame[FRAME.counters] = n, counters.ctypes.data
-    fed = rows.view(n, width // 4, 4).transpose(0, 1).contiguous()
+    fed = rows.view(n, -1, INPUT_STEP).transpose(0, 1).contiguous()
     worth = scales.t().contiguous()
     out = torch.zeros(n, w.padded_outputs)
     parts = (fed, worth, w.weight, w.sums, w.scales, w.bias, out)

@@ -237,7 +237,7 @@ def integer_tile(rows: int, groups: int) -> Any:
     tile(x, w, blocks, init, scales, bias, row_scales, out, out_stride, add)
 
     x
-        u8 [blocks, QUADS, rows, 4], the row's values plus 128.
+        u8 [blocks, rows, 4 · QUADS], the row's values plus 128.
     w
         s8 [blocks, QUADS, GROUPS, LANES, 4], of which the tile takes the first ``groups``.
     scales
@@ -271,9 +271,9 @@ def integer_tile(rows: int, groups: int) -> Any:
             if part == 0:
                 _prefetch(b, at, 4 * LANES * groups)
             weights = [_load(b, b.add(at, _c(4 * LANES * g)), bytes_) for g in range(groups)]
-            summed, row = [], b.add(x_block, b.mul(loop.i, _c(4 * rows)))
+            summed, row = [], b.add(x_block, b.mul(loop.i, _c(4)))
             for r in some:
-                quad = _splat(b, _load(b, b.add(row, _c(4 * r)), _i32, 4), LANES)
+                quad = _splat(b, _load(b, b.add(row, _c(4 * QUADS * r)), _i32, 4), LANES)
                 for g in range(groups):
                     acc = loop.held[(r - some.start) * groups + g]
                     summed.append(_dot4(b, acc, b.bitcast(quad, bytes_), weights[g]))
@@ -317,7 +317,7 @@ def nibble_tile(rows: int, groups: int) -> Any:
     products of a byte's pairs is 8 · 2 · 15 · 127 = 30480 at most.
 
     x
-        s8 [blocks, QUADS, rows, 4].
+        s8 [blocks, rows, 4 · QUADS].
     w
         u8 [blocks, QUADS / 2, GROUPS, LANES, 4], of which the tile takes the first ``groups``: the
         lower half of a byte is of one group of four inputs, the upper half of the next.
@@ -368,12 +368,13 @@ def nibble_tile(rows: int, groups: int) -> Any:
             _prefetch(b, at, line)
             both = [_load(b, b.add(at, _c(4 * LANES * g)), bytes_) for g in range(groups)]
             weights = [[b.and_(q, low) for q in both], [b.lshr(q, four) for q in both]]
-            first = b.add(b.mul(loop.i, _c(8 * rows)), _c(half * 8 * _PAIRS * rows))
+            first = b.add(b.mul(loop.i, _c(8)), _c(half * 8 * _PAIRS))
             held = list(loop.held)
             for quad in range(2):
-                row = b.add(b.add(x_block, first), _c(4 * rows * quad))
+                row = b.add(b.add(x_block, first), _c(4 * quad))
                 for r in range(rows):
-                    value = _splat(b, _load(b, b.add(row, _c(4 * r)), _i32, 4), LANES)
+                    at_row = b.add(row, _c(4 * QUADS * r))
+                    value = _splat(b, _load(b, at_row, _i32, 4), LANES)
                     for g in range(groups):
                         i = r * groups + g
                         held[i] = add(held[i], weights[quad][g], b.bitcast(value, bytes_))
@@ -575,16 +576,14 @@ silu(gate, up, out, count)
 def row_bytes(signed: bool) -> Any:
     """``4 · QUADS`` float32s of a row as bytes, with a scale of their own.
 
-    row_bytes(x, quads, quad_stride, numbers, number_stride), strides in bytes
+    row_bytes(x, out, numbers, number_stride), the stride in bytes
 
-    quads
-        Where the row's groups of four go.
     numbers
         Where its scale goes: the largest size over 127. Then, if ``signed``, the sums of both
         halves times the scale; without it, 128 is added to each byte.
     """
 
-    def emit(b: Any, x: Any, quads: Any, quad_stride: Any, numbers: Any, stride: Any) -> None:
+    def emit(b: Any, x: Any, out: Any, numbers: Any, stride: Any) -> None:
         width = 4 * QUADS
         floats, integers = ir.VectorType(_f32, width), ir.VectorType(_i32, width)
         real, whole = _constants(floats), _constants(integers)
@@ -617,12 +616,9 @@ def row_bytes(signed: bool) -> Any:
                 _store(b, b.fmul(b.sitofp(total, _f32), scale), place, 4)
         else:
             small = b.add(small, _constants(small.type)(-128))
-        groups = b.bitcast(small, ir.VectorType(_i32, QUADS))
-        for quad in range(QUADS):
-            place = b.add(quads, b.mul(quad_stride, _c(quad)))
-            _store(b, b.extract_element(groups, ir.Constant(_i32, quad)), place, 4)
+        _store(b, small, out)
 
-    return _intrinsic(5, emit)
+    return _intrinsic(4, emit)
 
 
 @intrinsic
