@@ -38,8 +38,8 @@ from benchmarks.conditions import (
     print_table,
     write_json,
 )
+from outrider.models.native.arena import arena
 from outrider.models.native.kernels import FRAME, LINEAR, MAX_ROWS, SHARES
-from outrider.models.native.load import arena
 from outrider.models.native.team import team
 from outrider.models.native.vector import DOT, GROUPS, LANES, QUADS, ROWS
 from outrider.models.native.weights import INPUT_STEP, Kind, Linear, pack

@@ -13,6 +13,7 @@ from outrider.core.proposal import Proposal
 from outrider.models.heads.eagle import EagleModule
 from outrider.models.hidden import Hidden
 from outrider.models.native.architecture import Architecture
+from outrider.models.native.arena import gathered
 from outrider.models.native.cache import NativeCache, Shape
 from outrider.models.native.feed import Feeder
 from outrider.models.native.kernels import FRAME, MAX_ROWS
@@ -67,13 +68,14 @@ class NativeHead:
             packed(layer.mlp.down_proj.weight),
         )
         output = packed(module.lm_head.weight, kind=target.weights.head.kind)
-        self.weights = w = Weights([own], norm(module.norm), output, None)
         more = EagleWeights(
             packed(module.fc.weight),
             norm(layer.hidden_norm),
             packed(*(w[:, d:] for w in qkv)),
             len(c.taps) * d,
         )
+        w, more = gathered((Weights([own], norm(module.norm), output, None), more))
+        self.weights = w
         cached = target.shape.dtype
         self._shape = Shape(1, c.kv_heads, -(-c.head_dim // BLOCK) * BLOCK, cached)
         table = target.weights

@@ -13,7 +13,7 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import carray, cfunc, float32, int8, int32, int64, njit, types, uint8, uint16
+from numba import carray, cfunc, float32, int8, int32, int64, njit, types, uint16
 
 from outrider.models.native import vector
 from outrider.models.native.kept import kept_with
@@ -199,8 +199,9 @@ def _hand_over(piece: Any, part: Any, row: Any, rows: Any, a: Any) -> None:
     """Write a part of a row where the tiles of a linear layer expect it: next to its block-mates.
 
     Rows go in blocks of at most ROWS, or NIBBLE_ROWS (``SIGNED``); within one, f32 [inputs, rows]
-    (``quantized`` 0), or bytes [parts, rows, INPUT_STEP], with numbers for each part: with 128 added, and
-    the row's scale (1); or as they are, and its scale and the sums of both halves (``SIGNED``).
+    (``quantized`` 0), or bytes [parts, rows, INPUT_STEP], with numbers for each part: with 128
+    added, and the row's scale (1); or as they are, and its scale and the sums of both halves
+    (``SIGNED``).
     ``a``: the padded width, where rows and scales go, ``quantized``.
     """
     padded, out, scales, quantized = a[0], a[1], a[2], a[3]

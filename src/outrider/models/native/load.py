@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import mmap
 import shutil
 import tempfile
 import warnings
@@ -25,6 +24,7 @@ from outrider.models import catalogue, hf, memory
 from outrider.models.adapter import Merging, adapter_digest, read_adapter
 from outrider.models.locate import Located
 from outrider.models.native.architecture import FAMILIES, Architecture
+from outrider.models.native.arena import arena
 from outrider.models.native.device import DeviceModel
 from outrider.models.native.eager import read_tensors
 from outrider.models.native.llama import Llama
@@ -53,7 +53,6 @@ DEVICE_DTYPES: dict[torch.dtype | None, torch.dtype] = {
 }
 """The same on another device."""
 
-_ALIGNED = 64
 _PORTION_BYTES = 16 * 2**20
 """Of a file that is read at a time."""
 
@@ -354,29 +353,6 @@ def _config(a: Architecture, ends: list[int]) -> dict[str, Any]:
     from dataclasses import asdict
 
     return asdict(a) | {"inverse_frequencies": a.inverse_frequencies.tolist(), "end_tokens": ends}
-
-
-def arena(kinds: Mapping[str, tuple[torch.dtype, torch.Size]]) -> dict[str, Tensor]:
-    """Zeroed tensors in one stretch of huge pages: with small ones, a pass over a model's
-    weights spends a good part of its time on looking pages up.
-
-    ``kinds`` names them with their types and shapes.
-    """
-    sizes = {name: dtype.itemsize * shape.numel() for name, (dtype, shape) in kinds.items()}
-    offsets, total = {}, 0
-    for name, size in sizes.items():
-        offsets[name] = total
-        total += -(-size // _ALIGNED) * _ALIGNED
-    memory_ = mmap.mmap(-1, max(total, 1))
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # not built into this kernel
-            memory_.madvise(mmap.MADV_HUGEPAGE)
-    return {
-        name: torch.frombuffer(
-            memory_, dtype=dtype, count=shape.numel(), offset=offsets[name]
-        ).view(shape)
-        for name, (dtype, shape) in kinds.items()
-    }
 
 
 def _read_into_arena(file: Path) -> dict[str, Tensor]:

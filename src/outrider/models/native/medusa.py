@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from outrider.models.heads.medusa import MedusaModule
+from outrider.models.native.arena import gathered
 from outrider.models.native.kernels import FRAME, lift
 from outrider.models.native.model import NativeModel
 from outrider.models.native.recorder import Program, Rows, Steps, padded_inputs
@@ -56,9 +57,9 @@ class NativeMedusa:
                 module.norm.weight, module.blocks.weight, module.blocks.bias, module.lm_head.weight
             )
         )  # fmt: skip
-        self._head = pack(head, None, kind)
+        packed, self._head = gathered((pack(blocks, bias, kind), pack(head, None, kind)))
         steps = _Heads(kind, padded_inputs(c.hidden), c.epsilon)
-        self._program = steps.record(norm, pack(blocks, bias, kind), self._head)
+        self._program = steps.record(norm, packed, self._head)
 
     @torch.inference_mode()
     def predict(self, hidden: Float[Tensor, " d"]) -> Float[Tensor, "count draft_vocab"]:

@@ -89,8 +89,8 @@ model within a percent, whole rows miss it by four."""
 _AHEAD, _NEAR = (12288, 2) if _WIDE else (1024, 3)
 """Bytes that weights are fetched ahead, and into which cache (3: the first, 2: the second): without
 it a wide tile waits for memory and computes in turn, and eight rows cost twice as much as they need
-to. Measured on processors of both kinds: those with wide vectors have a larger second cache, farther
-from memory, and their first one can wait for too few lines at once."""
+to. Measured on processors of both kinds: those with wide vectors have a larger second cache and a
+longer way to memory, and their first cache waits for too few lines at once."""
 
 _i8, _i16, _i32, _i64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _f32 = ir.FloatType()
@@ -138,9 +138,7 @@ def _fma(b: Any, x: Any, y: Any, z: Any) -> Any:
     return b.call(fma, [x, y, z])
 
 
-def _prefetch(
-    b: Any, address: Any, size: int, before: int = _AHEAD, near: int = _NEAR
-) -> None:
+def _prefetch(b: Any, address: Any, size: int, before: int = _AHEAD, near: int = _NEAR) -> None:
     """Ask for the lines that ``size`` bytes at this address will be followed by."""
     pointer = ir.PointerType(_i8)
     call = _declare(b, "llvm.prefetch.p0", _void, pointer, _i32, _i32, _i32)
@@ -603,9 +601,7 @@ def row_bytes(signed: bool) -> Any:
         _store(b, scale, numbers, 4)
         if signed:
             half = width // 2
-            add = _declare(
-                b, f"llvm.vector.reduce.add.v{half}i32", _i32, ir.VectorType(_i32, half)
-            )
+            add = _declare(b, f"llvm.vector.reduce.add.v{half}i32", _i32, ir.VectorType(_i32, half))
             for number in range(2):
                 lanes = ir.Constant(
                     ir.VectorType(_i32, half), list(range(half * number, half * (number + 1)))
