@@ -39,9 +39,10 @@ from benchmarks.conditions import (
     write_json,
 )
 from outrider.models.native.arena import arena
-from outrider.models.native.kernels import FRAME, LINEAR, MAX_ROWS, SHARES
+from outrider.models.native.emit import LANES
+from outrider.models.native.kernels import BYTE_ROWS, FRAME, LINEAR, MAX_ROWS, SHARES
 from outrider.models.native.team import team
-from outrider.models.native.vector import DOT, GROUPS, LANES, QUADS, ROWS
+from outrider.models.native.vector import DOT, GROUPS, QUADS
 from outrider.models.native.weights import INPUT_STEP, Kind, Linear, pack
 
 SHAPES = "8960x1536,1536x8960,2048x1536"
@@ -170,7 +171,7 @@ def native_error() -> float:
         # [tiles, quads, channels, 4] to [outputs, inputs], the bytes that are really there.
         q = linear.weight.transpose(1, 2).flatten(2).flatten(0, 1).long()
         made = Native(replace(linear, scales=torch.ones_like(linear.scales)), 1)
-        for count in range(1, ROWS + 1):
+        for count in range(1, BYTE_ROWS + 1):
             for values in extreme_rows(count, inputs, q):
                 parts = (values + 128).to(torch.uint8).unflatten(1, (-1, INPUT_STEP))
                 made.rows.flatten()[: values.numel()] = parts.transpose(0, 1).flatten()
@@ -425,7 +426,7 @@ def main() -> None:
     told = conditions(args)
     told |= {
         "dot": DOT,
-        "tile": f"{ROWS} rows x {GROUPS} x {LANES} channels, blocks of {4 * QUADS}",
+        "tile": f"{BYTE_ROWS} rows x {GROUPS} x {LANES} channels, blocks of {4 * QUADS}",
         "torch_isa": torch.backends.cpu.get_cpu_capability(),
         "last_cache_MB": cache / 1e6,
         "all_copies_MB": least / 1e6,

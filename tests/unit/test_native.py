@@ -41,10 +41,11 @@ from outrider.models.native import cache as native_cache
 from outrider.models.native import load as loading
 from outrider.models.native import recorder, weights
 from outrider.models.native.cache import NativeCache, Shape
-from outrider.models.native.kernels import FRAME, LINEAR, MAX_ROWS, hand_heads
+from outrider.models.native.emit import LANES
+from outrider.models.native.kernels import BYTE_ROWS, FRAME, LINEAR, MAX_ROWS, hand_heads
 from outrider.models.native.model import NativeModel
 from outrider.models.native.recorder import Program
-from outrider.models.native.vector import BLOCK, DOT, LANES, ROWS
+from outrider.models.native.vector import BLOCK, DOT
 from outrider.models.native.weights import INPUT_STEP, Linear, Nibbles, pack, quantize
 from outrider.protocols import Asked
 from tests.small_models import (
@@ -370,7 +371,7 @@ def run_linear(
     ]
     Program(steps, 2, frame, source, [parts]).run(logits=True)
     # Rows lie in groups, within one next to each other: [blocks, rows, INPUT_STEP].
-    groups = -(-n // ROWS)
+    groups = -(-n // BYTE_ROWS)
     size = -(-n // groups)
     found, worth = [], []
     for start in range(0, n, size):

@@ -18,11 +18,11 @@ from outrider.models.adapter import Adapter, Change, Merging
 from outrider.models.locate import Located
 from outrider.models.memory import INT4
 from outrider.models.native.architecture import Architecture
+from outrider.models.native.emit import LANES
 from outrider.models.native.kernels import FRAME, MAX_ROWS, hand_heads
 from outrider.models.native.load import _pack, dtype_for
 from outrider.models.native.recorder import Program, Steps
 from outrider.models.native.source import GgufSource, nibbles_of
-from outrider.models.native.vector import LANES
 from outrider.models.native.weights import INPUT_STEP, Linear, Nibbles, pack, pack_nibbles
 from tests.small_models import new_module
 from tests.unit.test_memory import write_gguf

@@ -18,9 +18,12 @@ __all__ = ["kept_with"]
 F = TypeVar("F", bound=Callable[..., object])
 
 
-def kept_with(*sources: ModuleType) -> Callable[[F], F]:
-    """Name a function after the contents of the modules that it takes code or constants from."""
-    text = "".join(map(inspect.getsource, sources))
+def kept_with(*sources: ModuleType, more: str = "") -> Callable[[F], F]:
+    """Name a function after the contents of the modules that it takes code or constants from.
+
+    ``more``: what else it depends on, as text.
+    """
+    text = "".join([more, *map(inspect.getsource, sources)])
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def name(function: F) -> F:

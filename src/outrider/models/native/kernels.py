@@ -15,16 +15,17 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import carray, cfunc, float32, int8, int32, int64, njit, types, uint16
 
-from outrider.models.native import vector
+from outrider.models.native import emit, matrix, vector
+from outrider.models.native.emit import LANES
 from outrider.models.native.kept import kept_with
+from outrider.models.native.matrix import MATRICES, MATRIX_ROWS, integer_matrix, nibble_matrix
 from outrider.models.native.vector import (
     BLOCK,
     GROUPS,
-    LANES,
-    NIBBLE_ROWS,
     QUADS,
     QUERIES,
     ROWS,
+    VECTOR_NIBBLE_ROWS,
     bits_to_float,
     call_barrier,
     call_count,
@@ -44,13 +45,28 @@ from outrider.models.native.vector import (
     silu,
 )
 
-__all__ = ["FRAME", "LINEAR", "MAX_ROWS", "SHARES", "SIGNED", "Frame", "drive", "kernel"]
+__all__ = [
+    "BYTE_ROWS",
+    "FRAME",
+    "LINEAR",
+    "MAX_ROWS",
+    "SHARES",
+    "SIGNED",
+    "Frame",
+    "drive",
+    "kernel",
+]
 
 MAX_ROWS = 64
 """Rows that one pass can feed."""
 SHARES = 16
 """Stretches at most that a layer's weights are divided in, each with a counter of its own."""
 _PORTION = 4
+_VECTOR_ROWS = {"int4": VECTOR_NIBBLE_ROWS, "int8": ROWS, "bfloat16": ROWS, "float32": ROWS}
+BYTE_ROWS, NIBBLE_ROWS = (
+    MATRIX_ROWS if MATRICES else _VECTOR_ROWS[kind] for kind in ("int8", "int4")
+)
+"""Rows that a tile takes at most, where they are bytes."""
 SIGNED = 2
 """How rows are handed to a layer whose weights have four bits."""
 
@@ -121,14 +137,15 @@ def _halves(address: Any, n: Any) -> Any:
     return carray(_half_at(address), n)
 
 
-_with_vectors = kept_with(vector)
+# numba knows what a processor can do, but not what Linux lets a process do with it.
+_with_tiles = kept_with(emit, vector, matrix, more=str(MATRICES))
 
 
 class Kernel:
     """A step that is compiled when its address is first asked for, or read from numba's cache."""
 
     def __init__(self, function: Any) -> None:
-        self._function = _with_vectors(function)
+        self._function = _with_tiles(function)
 
     @cached_property
     def address(self) -> int:
@@ -198,7 +215,7 @@ def _parts(padded: Any, thread: Any, threads: Any) -> Any:
 def _hand_over(piece: Any, part: Any, row: Any, rows: Any, a: Any) -> None:
     """Write a part of a row where the tiles of a linear layer expect it: next to its block-mates.
 
-    Rows go in blocks of at most ROWS, or NIBBLE_ROWS (``SIGNED``); within one, f32 [inputs, rows]
+    Rows go in blocks of as many as a tile takes; within one, f32 [inputs, rows]
     (``quantized`` 0), or bytes [parts, rows, INPUT_STEP], with numbers for each part: with 128
     added, and the row's scale (1); or as they are, and its scale and the sums of both halves
     (``SIGNED``).
@@ -206,7 +223,9 @@ def _hand_over(piece: Any, part: Any, row: Any, rows: Any, a: Any) -> None:
     """
     padded, out, scales, quantized = a[0], a[1], a[2], a[3]
     step = len(piece)
-    size = _block_rows(rows, NIBBLE_ROWS if quantized == SIGNED else ROWS)
+    size = _block_rows(
+        rows, NIBBLE_ROWS if quantized == SIGNED else BYTE_ROWS if quantized else ROWS
+    )
     start = row // size * size
     mates, place = min(size, rows - start), row - start
     if quantized == 0:
@@ -364,11 +383,11 @@ def _tile(kind: str) -> Any:
         "bfloat16": partial(float_tile, half=True),
         "float32": partial(float_tile, half=False),
     }
-    most = NIBBLE_ROWS if kind == "int4" else ROWS
-    made = [tiles[kind](min(rows, most), GROUPS) for rows in range(1, ROWS + 1)]
+    matrices = {"int4": nibble_matrix, "int8": integer_matrix} if MATRICES else {}
+    made = [tiles[kind](min(rows, _VECTOR_ROWS[kind]), GROUPS) for rows in range(1, 9)]
     t1, t2, t3, t4, t5, t6, t7, t8 = made
 
-    def tile(
+    def few(
         rows: Any, x: Any, w: Any, n: Any, init: Any, scales: Any, bias: Any, row_scales: Any,
         out: Any, stride: Any, add: Any,
     ) -> None:  # fmt: skip
@@ -389,7 +408,21 @@ def _tile(kind: str) -> Any:
         else:
             t8(x, w, n, init, scales, bias, row_scales, out, stride, add)
 
-    return _compiled(tile, kind)
+    few = _compiled(few, kind)
+    if kind not in matrices:
+        return few
+    matrix = matrices[kind]()
+
+    def many(
+        rows: Any, x: Any, w: Any, n: Any, init: Any, scales: Any, bias: Any, row_scales: Any,
+        out: Any, stride: Any, add: Any,
+    ) -> None:  # fmt: skip
+        if rows <= 8:
+            few(rows, x, w, n, init, scales, bias, row_scales, out, stride, add)
+        else:
+            matrix(x, w, n, init, scales, bias, row_scales, out, stride, add, rows)
+
+    return _compiled(many, kind)
 
 
 def _linear(kind: str) -> Any:
@@ -400,7 +433,8 @@ def _linear(kind: str) -> Any:
     }[kind]  # fmt: skip
     together = 4 * QUADS if row_bytes == 1 else 1
     # Of weights in four bits half a block has a scale, and of rows that meet them both have a sum.
-    halves, numbers, most = (2, 3, NIBBLE_ROWS) if kind == "int4" else (1, 1, ROWS)
+    halves, numbers = (2, 3) if kind == "int4" else (1, 1)
+    most = {"int4": NIBBLE_ROWS, "int8": BYTE_ROWS}.get(kind, ROWS)
 
     def work(arguments: Any, thread: Any, threads: Any) -> None:
         # Threads draw portions, since a machine that does something else besides would otherwise

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.models.native.kernels import FRAME, LINEAR, SHARES, Kernel
+from outrider.models.native.kernels import BYTE_ROWS, FRAME, LINEAR, SHARES, Kernel
 from outrider.models.native.team import team
-from outrider.models.native.vector import QUADS, ROWS
+from outrider.models.native.vector import QUADS
 from outrider.models.native.weights import INPUT_STEP, Linear, pack
 
 __all__ = ["fault", "multiply"]
@@ -24,7 +24,7 @@ def multiply(w: Linear, rows: Tensor, scales: Tensor) -> Tensor:
     w
         An int8 matrix.
     rows
-        u8 [n, K], n at most ``ROWS``.
+        u8 [n, K], n at most ``BYTE_ROWS``.
     scales
         f32 [n, K / INPUT_STEP], each row's.
     """
@@ -58,14 +58,14 @@ def fault() -> str | None:
         weight[::2] *= -1
         weight[1::3, 1::2] *= -1
         w = pack(weight, None, "int8")
-        rows = torch.full((ROWS, weight.shape[1]), 255, dtype=torch.uint8)
+        rows = torch.full((BYTE_ROWS, weight.shape[1]), 255, dtype=torch.uint8)
         rows[1::2, ::2], rows[2] = 0, 0
-        scales = torch.ones(ROWS, weight.shape[1] // INPUT_STEP)
+        scales = torch.ones(BYTE_ROWS, weight.shape[1] // INPUT_STEP)
         found = multiply(w, rows, scales).double()
         q = w.weight.double().permute(0, 2, 1, 3).reshape(-1, weight.shape[1])
         worth = w.scales.double().transpose(1, 2).reshape(-1, scales.shape[1])
         products = (rows.double() - 128)[:, None] * q
-        blocks = products.view(ROWS, len(q), -1, 4 * QUADS).sum(-1)
+        blocks = products.view(BYTE_ROWS, len(q), -1, 4 * QUADS).sum(-1)
         expected = (blocks * worth).sum(-1)
         if torch.allclose(found, expected, rtol=1e-5, atol=1e-3):
             return None

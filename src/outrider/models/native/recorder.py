@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from outrider.models.native.architecture import Architecture
+from outrider.models.native.emit import LANES
 from outrider.models.native.kernels import (
     FRAME,
     LINEAR,
@@ -34,7 +35,7 @@ from outrider.models.native.kernels import (
 )
 from outrider.models.native.llama import EagleWeights, decoder, eagle, head
 from outrider.models.native.team import team
-from outrider.models.native.vector import BLOCK, GROUPS, LANES
+from outrider.models.native.vector import BLOCK, GROUPS
 from outrider.models.native.weights import INPUT_STEP, Kind, Layer, Linear, Weights
 
 __all__ = ["Program", "Rows", "Steps", "padded_inputs", "record", "record_head"]

@@ -8,26 +8,38 @@ are split by LLVM into whatever registers the processor has.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
-import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
+
+from outrider.models.native.emit import (
+    FEATURES,
+    LANES,
+    WIDE,
+    Loop,
+    constant,
+    declare,
+    finish,
+    fma,
+    intrinsic_of,
+    load,
+    prefetch,
+    splat,
+    store,
+)
 
 __all__ = [
     "BLOCK",
     "DOT",
     "GROUPS",
-    "LANES",
-    "NIBBLE_ROWS",
     "QUADS",
     "QUERIES",
     "ROWS",
+    "VECTOR_NIBBLE_ROWS",
     "bits_to_float",
     "call_barrier",
     "call_count",
@@ -50,18 +62,13 @@ __all__ = [
 BLOCK = 64
 """Keys in a block of the cache; a head's width is padded to a multiple of it."""
 
-_FEATURES = llvm.get_host_cpu_features()
-_WIDE = bool(_FEATURES.get("avx512f") and _FEATURES.get("avx512bw"))
-LANES = 16 if _WIDE else 8
-"""Output channels side by side in a tile: the 32-bit lanes of a vector register."""
-
 
 def _dot_kind() -> str:
-    if _WIDE and _FEATURES.get("avx512vnni"):
+    if WIDE and FEATURES.get("avx512vnni"):
         return "vnni"
-    if _FEATURES.get("avxvnni") and not _WIDE:
+    if FEATURES.get("avxvnni") and not WIDE:
         return "vnni"
-    return "pairs" if _FEATURES.get("avx2") and not _WIDE else "portable"
+    return "pairs" if FEATURES.get("avx2") and not WIDE else "portable"
 
 
 DOT = _dot_kind()
@@ -77,7 +84,7 @@ GROUPS = 2
 
 ROWS = 8
 """Rows that a tile takes at most."""
-_AT_ONCE = 8 if _WIDE else 6
+_AT_ONCE = 8 if WIDE else 6
 """Rows that it sums at a time: sixteen registers hold twelve sums, two weights and a value. The
 others follow while the block of weights is still near."""
 
@@ -86,12 +93,6 @@ QUADS = 16
 its values a few levels, since a few of them are large: 64 inputs keep the perplexity of a 135M
 model within a percent, whole rows miss it by four."""
 
-_AHEAD, _NEAR = (12288, 2) if _WIDE else (1024, 3)
-"""Bytes that weights are fetched ahead, and into which cache (3: the first, 2: the second): without
-it a wide tile waits for memory and computes in turn, and eight rows cost twice as much as they need
-to. Measured on processors of both kinds: those with wide vectors have a larger second cache and a
-longer way to memory, and their first cache waits for too few lines at once."""
-
 _i8, _i16, _i32, _i64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _f32 = ir.FloatType()
 _void = ir.VoidType()
@@ -99,21 +100,9 @@ _int64 = types.int64
 _halves = ir.VectorType(ir.HalfType(), LANES)
 
 
-def _c(value: int) -> ir.Constant:
-    return ir.Constant(_i64, value)
-
-
 def _f(value: float) -> float:
     """The nearest float32."""
     return float(np.float32(value))
-
-
-def _load(b: Any, address: Any, kind: Any, align: int = 1) -> Any:
-    return b.load(b.inttoptr(address, kind.as_pointer()), align=align, typ=kind)
-
-
-def _store(b: Any, value: Any, address: Any, align: int = 1) -> None:
-    b.store(value, b.inttoptr(address, value.type.as_pointer()), align=align)
 
 
 def _anew(b: Any, number: Any) -> Any:
@@ -122,88 +111,17 @@ def _anew(b: Any, number: Any) -> Any:
     return b.asm(kind, "", "=r,0", [number], side_effect=True)
 
 
-def _splat(b: Any, value: Any, lanes: int) -> Any:
-    kind = ir.VectorType(value.type, lanes)
-    one = b.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(_i32, 0))
-    return b.shuffle_vector(one, one, ir.Constant(ir.VectorType(_i32, lanes), [0] * lanes))
-
-
-def _declare(b: Any, name: str, result: Any, *arguments: Any) -> Any:
-    kind = ir.FunctionType(result, list(arguments))
-    return cgutils.get_or_insert_function(b.module, kind, name)
-
-
-def _fma(b: Any, x: Any, y: Any, z: Any) -> Any:
-    fma = _declare(b, f"llvm.fma.v{z.type.count}f32", z.type, z.type, z.type, z.type)
-    return b.call(fma, [x, y, z])
-
-
-def _prefetch(b: Any, address: Any, size: int, before: int = _AHEAD, near: int = _NEAR) -> None:
-    """Ask for the lines that ``size`` bytes at this address will be followed by."""
-    pointer = ir.PointerType(_i8)
-    call = _declare(b, "llvm.prefetch.p0", _void, pointer, _i32, _i32, _i32)
-    read, keep, data = (ir.Constant(_i32, value) for value in (0, near, 1))
-    for line in range(0, size, 64):
-        ahead = b.inttoptr(b.add(address, _c(before + line)), pointer)
-        b.call(call, [ahead, read, keep, data])
-
-
-class _Loop:
-    """``for i in range(0, count, step)`` over vector accumulators; ``count`` is at least 1."""
-
-    def __init__(self, b: Any, count: Any, step: int, start: list[Any]) -> None:
-        self.b, self.count, self.step = b, count, step
-        before = b.block
-        self.body = b.append_basic_block("loop")
-        b.branch(self.body)
-        b.position_at_end(self.body)
-        self.i = b.phi(_i64)
-        self.i.add_incoming(_c(0), before)
-        self.held = [b.phi(value.type) for value in start]
-        for phi, value in zip(self.held, start, strict=True):
-            phi.add_incoming(value, before)
-
-    def close(self, values: list[Any]) -> None:
-        b = self.b
-        following = b.add(self.i, _c(self.step))
-        self.i.add_incoming(following, b.block)
-        for phi, value in zip(self.held, values, strict=True):
-            phi.add_incoming(value, b.block)
-        after = b.append_basic_block("after")
-        b.cbranch(b.icmp_signed("<", following, self.count), self.body, after)
-        b.position_at_end(after)
-
-
-def _intrinsic(arguments: int, emit: Callable[..., None]) -> Any:
-    """A numba function of so many int64 addresses and counts that returns nothing."""
-
-    def function(typingctx: Any, *args: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            emit(builder, *values)
-            return context.get_dummy_value()
-
-        return types.void(*[_int64] * arguments), codegen
-
-    # numba reads the number of arguments off the signature.
-    names = ["typingctx", *(f"a{i}" for i in range(arguments))]
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    function.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [inspect.Parameter(name, kind) for name in names]
-    )
-    return intrinsic(function)
-
-
 def _dot4(b: Any, acc: Any, x: Any, w: Any) -> Any:
     """acc + four byte products for each lane: x unsigned, w signed."""
     n = LANES
     bytes_, words = ir.VectorType(_i8, 4 * n), ir.VectorType(_i16, 2 * n)
     longs = ir.VectorType(_i32, n)
     if DOT == "vnni":
-        call = _declare(b, f"llvm.x86.avx512.vpdpbusd.{32 * n}", longs, longs, bytes_, bytes_)
+        call = declare(b, f"llvm.x86.avx512.vpdpbusd.{32 * n}", longs, longs, bytes_, bytes_)
         return b.call(call, [acc, x, w])
     if DOT == "pairs":
-        pairs = _declare(b, "llvm.x86.avx2.pmadd.ub.sw", words, bytes_, bytes_)
-        sums = _declare(b, "llvm.x86.avx2.pmadd.wd", longs, words, words)
+        pairs = declare(b, "llvm.x86.avx2.pmadd.ub.sw", words, bytes_, bytes_)
+        sums = declare(b, "llvm.x86.avx2.pmadd.wd", longs, words, words)
         ones = ir.Constant(words, [1] * (2 * n))
         return b.add(acc, b.call(sums, [b.call(pairs, [x, w]), ones]))
     wide = ir.VectorType(_i32, 4 * n)
@@ -212,21 +130,6 @@ def _dot4(b: Any, acc: Any, x: Any, w: Any) -> Any:
         mask = ir.Constant(ir.VectorType(_i32, n), list(range(part, 4 * n, 4)))
         acc = b.add(acc, b.shuffle_vector(product, product, mask))
     return acc
-
-
-def _finish(b: Any, held: list[Any], rows: int, groups: int, out: tuple[Any, ...]) -> None:
-    """Add the bias and (if asked) what is there already, and store."""
-    _, bias, _, address, stride, add = out
-    kind = ir.VectorType(_f32, LANES)
-    keep = b.icmp_signed("!=", add, _c(0))
-    for r in range(rows):
-        row = b.add(address, b.mul(stride, _c(r)))
-        for g in range(groups):
-            at, value = _c(4 * LANES * g), held[r * groups + g]
-            value = b.fadd(value, _load(b, b.add(bias, at), kind, 4))
-            place = b.add(row, at)
-            old = b.select(keep, _load(b, place, kind, 4), ir.Constant(kind, [0.0] * LANES))
-            _store(b, b.fadd(value, old), place, 4)
 
 
 def integer_tile(rows: int, groups: int) -> Any:
@@ -253,54 +156,56 @@ def integer_tile(rows: int, groups: int) -> Any:
         bytes_, floats = ir.VectorType(_i8, 4 * LANES), ir.VectorType(_f32, LANES)
         seven = ir.Constant(longs, [7] * LANES)
         nothing = ir.Constant(longs, [0] * LANES)
-        outer = _Loop(b, blocks, 1, [ir.Constant(floats, [0.0] * LANES)] * (rows * groups))
-        sums = b.add(init, b.mul(outer.i, _c(2 * LANES * GROUPS)))
+        outer = Loop(b, blocks, 1, [ir.Constant(floats, [0.0] * LANES)] * (rows * groups))
+        sums = b.add(init, b.mul(outer.i, constant(2 * LANES * GROUPS)))
         first = []
         for g in range(groups):
-            short = _load(b, b.add(sums, _c(2 * LANES * g)), shorts, 2)
+            short = load(b, b.add(sums, constant(2 * LANES * g)), shorts, 2)
             first.append(b.sub(nothing, b.shl(b.sext(short, longs), seven)))
-        x_block = b.add(x, b.mul(outer.i, _c(4 * QUADS * rows)))
-        w_block = b.add(w, b.mul(outer.i, _c(4 * QUADS * LANES * GROUPS)))
+        x_block = b.add(x, b.mul(outer.i, constant(4 * QUADS * rows)))
+        w_block = b.add(w, b.mul(outer.i, constant(4 * QUADS * LANES * GROUPS)))
         parts, held = -(-rows // _AT_ONCE), []
         for part in range(parts):
             some = range(rows * part // parts, rows * (part + 1) // parts)
-            loop = _Loop(b, _anew(b, _c(QUADS)), 1, [first[g] for _ in some for g in range(groups)])
-            at = b.add(w_block, b.mul(loop.i, _c(4 * LANES * GROUPS)))
+            loop = Loop(
+                b, _anew(b, constant(QUADS)), 1, [first[g] for _ in some for g in range(groups)]
+            )
+            at = b.add(w_block, b.mul(loop.i, constant(4 * LANES * GROUPS)))
             if part == 0:
-                _prefetch(b, at, 4 * LANES * groups)
-            weights = [_load(b, b.add(at, _c(4 * LANES * g)), bytes_) for g in range(groups)]
-            summed, row = [], b.add(x_block, b.mul(loop.i, _c(4)))
+                prefetch(b, at, 4 * LANES * groups)
+            weights = [load(b, b.add(at, constant(4 * LANES * g)), bytes_) for g in range(groups)]
+            summed, row = [], b.add(x_block, b.mul(loop.i, constant(4)))
             for r in some:
-                quad = _splat(b, _load(b, b.add(row, _c(4 * QUADS * r)), _i32, 4), LANES)
+                quad = splat(b, load(b, b.add(row, constant(4 * QUADS * r)), _i32, 4), LANES)
                 for g in range(groups):
                     acc = loop.held[(r - some.start) * groups + g]
                     summed.append(_dot4(b, acc, b.bitcast(quad, bytes_), weights[g]))
             loop.close(summed)
             held += summed
-        halves = b.add(weight_scales, b.mul(outer.i, _c(2 * LANES * GROUPS)))
+        halves = b.add(weight_scales, b.mul(outer.i, constant(2 * LANES * GROUPS)))
         worth = [
-            b.fpext(_load(b, b.add(halves, _c(2 * LANES * g)), _halves, 2), floats)
+            b.fpext(load(b, b.add(halves, constant(2 * LANES * g)), _halves, 2), floats)
             for g in range(groups)
         ]
-        scales = b.add(row_scales, b.mul(outer.i, _c(4 * rows)))
+        scales = b.add(row_scales, b.mul(outer.i, constant(4 * rows)))
         totals = []
         for r in range(rows):
-            scale = _splat(b, _load(b, b.add(scales, _c(4 * r)), _f32, 4), LANES)
+            scale = splat(b, load(b, b.add(scales, constant(4 * r)), _f32, 4), LANES)
             for g in range(groups):
                 i = r * groups + g
                 value = b.fmul(b.sitofp(held[i], floats), worth[g])
-                totals.append(_fma(b, value, scale, outer.held[i]))
+                totals.append(fma(b, value, scale, outer.held[i]))
         outer.close(totals)
-        _finish(b, totals, rows, groups, out)
+        finish(b, totals, rows, groups, out)
 
-    return _intrinsic(10, emit)
+    return intrinsic_of(10, emit)
 
 
 _PAIRS = QUADS // 4
 """Pairs of groups of four inputs in half a block: what shares a scale and a least value where
 weights have four bits."""
 
-NIBBLE_ROWS = 8 if _WIDE else 4
+VECTOR_NIBBLE_ROWS = 8 if WIDE else 4
 """Rows that a tile of such weights takes at most: more sums than there are registers for would be
 set aside and fetched again at the end of each half block."""
 
@@ -337,42 +242,45 @@ def nibble_tile(rows: int, groups: int) -> Any:
         def add(acc: Any, q: Any, quad: Any) -> Any:
             if DOT != "pairs":
                 return _dot4(b, acc, q, quad)
-            pairs = _declare(b, "llvm.x86.avx2.pmadd.ub.sw", words, bytes_, bytes_)
+            pairs = declare(b, "llvm.x86.avx2.pmadd.ub.sw", words, bytes_, bytes_)
             return b.add(acc, b.call(pairs, [q, quad]))
 
         def whole(acc: Any) -> Any:
             if DOT == "pairs":
-                both = _declare(b, "llvm.x86.avx2.pmadd.wd", longs, words, words)
+                both = declare(b, "llvm.x86.avx2.pmadd.wd", longs, words, words)
                 acc = b.call(both, [acc, ir.Constant(words, [1] * (2 * LANES))])
             return b.sitofp(acc, floats)
 
         def halves(start: Any, half: int, g: int) -> Any:
-            at = b.add(start, _c(2 * LANES * (GROUPS * half + g)))
-            return b.fpext(_load(b, at, _halves, 2), floats)
+            at = b.add(start, constant(2 * LANES * (GROUPS * half + g)))
+            return b.fpext(load(b, at, _halves, 2), floats)
 
-        outer = _Loop(b, blocks, 1, [ir.Constant(floats, [0.0] * LANES)] * (rows * groups))
-        x_block = b.add(x, b.mul(outer.i, _c(4 * QUADS * rows)))
-        w_block = b.add(w, b.mul(outer.i, _c(2 * _PAIRS * line)))
-        numbers = b.add(row_numbers, b.mul(outer.i, _c(12 * rows)))
+        outer = Loop(b, blocks, 1, [ir.Constant(floats, [0.0] * LANES)] * (rows * groups))
+        x_block = b.add(x, b.mul(outer.i, constant(4 * QUADS * rows)))
+        w_block = b.add(w, b.mul(outer.i, constant(2 * _PAIRS * line)))
+        numbers = b.add(row_numbers, b.mul(outer.i, constant(12 * rows)))
         scales, leasts = (
-            b.add(start, b.mul(outer.i, _c(4 * LANES * GROUPS))) for start in (weight_scales, least)
+            b.add(start, b.mul(outer.i, constant(4 * LANES * GROUPS)))
+            for start in (weight_scales, least)
         )
         found: list[Any] = []
         for half in range(2):
             # Unrolled, it would fetch further ahead than there are registers for many rows.
-            count = _c(_PAIRS) if rows <= 2 else _anew(b, _c(_PAIRS))
-            loop = _Loop(b, count, 1, [nothing] * (rows * groups))
-            at = b.add(w_block, b.add(b.mul(loop.i, _c(line)), _c(half * _PAIRS * line)))
-            _prefetch(b, at, line)
-            both = [_load(b, b.add(at, _c(4 * LANES * g)), bytes_) for g in range(groups)]
+            count = constant(_PAIRS) if rows <= 2 else _anew(b, constant(_PAIRS))
+            loop = Loop(b, count, 1, [nothing] * (rows * groups))
+            at = b.add(
+                w_block, b.add(b.mul(loop.i, constant(line)), constant(half * _PAIRS * line))
+            )
+            prefetch(b, at, line)
+            both = [load(b, b.add(at, constant(4 * LANES * g)), bytes_) for g in range(groups)]
             weights = [[b.and_(q, low) for q in both], [b.lshr(q, four) for q in both]]
-            first = b.add(b.mul(loop.i, _c(8)), _c(half * 8 * _PAIRS))
+            first = b.add(b.mul(loop.i, constant(8)), constant(half * 8 * _PAIRS))
             held = list(loop.held)
             for quad in range(2):
-                row = b.add(b.add(x_block, first), _c(4 * quad))
+                row = b.add(b.add(x_block, first), constant(4 * quad))
                 for r in range(rows):
-                    at_row = b.add(row, _c(4 * QUADS * r))
-                    value = _splat(b, _load(b, at_row, _i32, 4), LANES)
+                    at_row = b.add(row, constant(4 * QUADS * r))
+                    value = splat(b, load(b, at_row, _i32, 4), LANES)
                     for g in range(groups):
                         i = r * groups + g
                         held[i] = add(held[i], weights[quad][g], b.bitcast(value, bytes_))
@@ -381,25 +289,25 @@ def nibble_tile(rows: int, groups: int) -> Any:
             for i, acc in enumerate(held):
                 value = whole(acc)
                 if half:
-                    found[i] = _fma(b, value, worth[i % groups], found[i])
+                    found[i] = fma(b, value, worth[i % groups], found[i])
                 else:
                     found.append(b.fmul(value, worth[i % groups]))
         base = [[halves(leasts, half, g) for g in range(groups)] for half in range(2)]
         totals = []
         for r in range(rows):
             scale, *row_sums = (
-                _splat(b, _load(b, b.add(numbers, _c(4 * (rows * n + r))), _f32, 4), LANES)
+                splat(b, load(b, b.add(numbers, constant(4 * (rows * n + r))), _f32, 4), LANES)
                 for n in range(3)
             )
             for g in range(groups):
-                total = _fma(b, found[r * groups + g], scale, outer.held[r * groups + g])
+                total = fma(b, found[r * groups + g], scale, outer.held[r * groups + g])
                 for half, row_sum in enumerate(row_sums):
-                    total = _fma(b, base[half][g], row_sum, total)
+                    total = fma(b, base[half][g], row_sum, total)
                 totals.append(total)
         outer.close(totals)
-        _finish(b, totals, rows, groups, out)
+        finish(b, totals, rows, groups, out)
 
-    return _intrinsic(10, emit)
+    return intrinsic_of(10, emit)
 
 
 def float_tile(rows: int, groups: int, half: bool) -> Any:
@@ -415,30 +323,30 @@ def float_tile(rows: int, groups: int, half: bool) -> Any:
         for part in range(parts):
             some = range(rows * part // parts, rows * (part + 1) // parts)
             zeros = [ir.Constant(floats, [0.0] * LANES)] * (len(some) * groups)
-            loop = _Loop(b, inputs, 1, zeros)
-            line = b.add(w, b.mul(loop.i, _c(size * LANES * GROUPS)))
-            _prefetch(b, line, size * LANES * groups)
+            loop = Loop(b, inputs, 1, zeros)
+            line = b.add(w, b.mul(loop.i, constant(size * LANES * GROUPS)))
+            prefetch(b, line, size * LANES * groups)
             weights = []
             for g in range(groups):
-                at = b.add(line, _c(size * LANES * g))
+                at = b.add(line, constant(size * LANES * g))
                 if half:  # a bfloat16 is the upper half of a float32
-                    short = _load(b, at, ir.VectorType(_i16, LANES))
+                    short = load(b, at, ir.VectorType(_i16, LANES))
                     bits = b.zext(short, ir.VectorType(_i32, LANES))
                     shift = ir.Constant(ir.VectorType(_i32, LANES), [16] * LANES)
                     weights.append(b.bitcast(b.shl(bits, shift), floats))
                 else:
-                    weights.append(_load(b, at, floats))
-            summed, row = [], b.add(x, b.mul(loop.i, _c(4 * rows)))
+                    weights.append(load(b, at, floats))
+            summed, row = [], b.add(x, b.mul(loop.i, constant(4 * rows)))
             for r in some:
-                value = _splat(b, _load(b, b.add(row, _c(4 * r)), _f32, 4), LANES)
+                value = splat(b, load(b, b.add(row, constant(4 * r)), _f32, 4), LANES)
                 for g in range(groups):
                     acc = loop.held[(r - some.start) * groups + g]
-                    summed.append(_fma(b, value, weights[g], acc))
+                    summed.append(fma(b, value, weights[g], acc))
             loop.close(summed)
             held += summed
-        _finish(b, held, rows, groups, out)
+        finish(b, held, rows, groups, out)
 
-    return _intrinsic(10, emit)
+    return intrinsic_of(10, emit)
 
 
 QUERIES = 6
@@ -455,8 +363,8 @@ def columns(queries: int) -> int:
 def _widen(b: Any, address: Any, half: bool, lanes: int) -> Any:
     """Numbers of the cache as float32."""
     if not half:
-        return _load(b, address, ir.VectorType(_f32, lanes), 4)
-    halves = _load(b, address, ir.VectorType(ir.HalfType(), lanes), 2)
+        return load(b, address, ir.VectorType(_f32, lanes), 4)
+    halves = load(b, address, ir.VectorType(ir.HalfType(), lanes), 2)
     return b.fpext(halves, ir.VectorType(_f32, lanes))
 
 
@@ -485,24 +393,24 @@ def row_sums(queries: int, half: bool, add: bool) -> Any:
         b: Any, places: Any, rows: Any, ahead: Any, stride: Any, count: Any, column: Any
     ) -> None:
         def address(number: int) -> Any:
-            return _load(b, b.add(places, _c(8 * number)), _i64, 8)
+            return load(b, b.add(places, constant(8 * number)), _i64, 8)
 
         pairs = [(address(2 * q), b.add(address(2 * q + 1), column)) for q in range(queries)]
         outs = [out for _, out in pairs]
         zeros = ir.Constant(kind, [0.0] * lanes)
-        loop = _Loop(b, count, 1, [_load(b, out, kind, 4) if add else zeros for out in outs])
+        loop = Loop(b, count, 1, [load(b, out, kind, 4) if add else zeros for out in outs])
         here = b.add(rows, b.mul(loop.i, stride))
-        _prefetch(b, b.add(here, ahead), lanes * (2 if half else 4), 0, 3)
+        prefetch(b, b.add(here, ahead), lanes * (2 if half else 4), 0, 3)
         row = _widen(b, here, half, lanes)
-        held, at = [], b.mul(loop.i, _c(4))
+        held, at = [], b.mul(loop.i, constant(4))
         for q, (x, _) in enumerate(pairs):
-            value = _splat(b, _load(b, b.add(x, at), _f32, 4), lanes)
-            held.append(_fma(b, value, row, loop.held[q]))
+            value = splat(b, load(b, b.add(x, at), _f32, 4), lanes)
+            held.append(fma(b, value, row, loop.held[q]))
         loop.close(held)
         for out, value in zip(outs, held, strict=True):
-            _store(b, value, out, 4)
+            store(b, value, out, 4)
 
-    return _intrinsic(6, emit)
+    return intrinsic_of(6, emit)
 
 
 def _constants(kind: Any) -> Callable[[Any], ir.Constant]:
@@ -524,7 +432,7 @@ def _exp(b: Any, x: Any) -> Any:
 
     least = real(-87.0)
     x = b.select(b.fcmp_ordered("<", x, least), least, x)
-    floor = _declare(b, f"llvm.floor.v{x.type.count}f32", x.type, x.type)
+    floor = declare(b, f"llvm.floor.v{x.type.count}f32", x.type, x.type)
     n = b.call(floor, [line(x, real(_f(1.44269504)), real(0.5))])
     r = b.fsub(x, b.fmul(n, real(_f(0.693359375))))
     r = b.fsub(r, b.fmul(n, real(_f(-2.12194440e-4))))
@@ -538,14 +446,14 @@ def _exp(b: Any, x: Any) -> Any:
 
 def _exponentials(b: Any, values: Any, count: Any, top: Any) -> None:
     kind = ir.VectorType(_f32, LANES)
-    most = _splat(b, b.bitcast(b.trunc(top, _i32), _f32), LANES)
-    loop = _Loop(b, count, LANES, [])
-    at = b.add(values, b.mul(loop.i, _c(4)))
-    _store(b, _exp(b, b.fsub(_load(b, at, kind, 4), most)), at, 4)
+    most = splat(b, b.bitcast(b.trunc(top, _i32), _f32), LANES)
+    loop = Loop(b, count, LANES, [])
+    at = b.add(values, b.mul(loop.i, constant(4)))
+    store(b, _exp(b, b.fsub(load(b, at, kind, 4), most)), at, 4)
     loop.close([])
 
 
-exponentials = _intrinsic(3, _exponentials)
+exponentials = intrinsic_of(3, _exponentials)
 """e^(x - top), in place, of ``count`` float32s at an address and of those that fill the last
 vector up to ``LANES``; ``top`` as its bits."""
 
@@ -553,18 +461,18 @@ vector up to ``LANES``; ``top`` as its bits."""
 def _silu(b: Any, gate: Any, up: Any, out: Any, count: Any) -> None:
     kind = ir.VectorType(_f32, LANES)
     most, one = (_constants(kind)(value) for value in (88.0, 1.0))
-    loop = _Loop(b, count, LANES, [])
-    at = b.mul(loop.i, _c(4))
-    x = _load(b, b.add(gate, at), kind, 4)
+    loop = Loop(b, count, LANES, [])
+    at = b.mul(loop.i, constant(4))
+    x = load(b, b.add(gate, at), kind, 4)
     # Where the exponent would overflow, silu is zero to more than float32 holds.
     minus = b.fsub(_constants(kind)(-0.0), x)
     minus = b.select(b.fcmp_ordered(">", minus, most), most, minus)
-    y = b.fmul(b.fdiv(x, b.fadd(one, _exp(b, minus))), _load(b, b.add(up, at), kind, 4))
-    _store(b, y, b.add(out, at), 4)
+    y = b.fmul(b.fdiv(x, b.fadd(one, _exp(b, minus))), load(b, b.add(up, at), kind, 4))
+    store(b, y, b.add(out, at), 4)
     loop.close([])
 
 
-silu = _intrinsic(4, _silu)
+silu = intrinsic_of(4, _silu)
 """silu(gate) · up of ``count`` float32s, and of those that fill the last vector up to ``LANES``.
 
 silu(gate, up, out, count)
@@ -585,36 +493,36 @@ def row_bytes(signed: bool) -> Any:
         width = 4 * QUADS
         floats, integers = ir.VectorType(_f32, width), ir.VectorType(_i32, width)
         real, whole = _constants(floats), _constants(integers)
-        values = _load(b, x, floats, 4)
+        values = load(b, x, floats, 4)
         # As integers, sizes are in the same order, and NaN is larger than any number: it would
         # vanish in a byte, but does not in the scale.
         sizes = b.and_(b.bitcast(values, integers), whole(0x7FFFFFFF))
-        largest = _declare(b, f"llvm.vector.reduce.smax.v{width}i32", _i32, integers)
+        largest = declare(b, f"llvm.vector.reduce.smax.v{width}i32", _i32, integers)
         most = b.bitcast(b.call(largest, [sizes]), _f32)
         top = ir.Constant(_f32, 127.0)
         scale = b.fdiv(most, top)
         zero = ir.Constant(_f32, 0.0)
         inverse = b.select(b.fcmp_ordered(">", most, zero), b.fdiv(top, most), zero)
         # Adding 1.5 · 2^23 rounds to a whole number, ties to even, in the lowest bits.
-        moved = b.fadd(b.fmul(values, _splat(b, inverse, width)), real(12582912.0))
+        moved = b.fadd(b.fmul(values, splat(b, inverse, width)), real(12582912.0))
         small = b.trunc(b.bitcast(moved, integers), ir.VectorType(_i8, width))
-        _store(b, scale, numbers, 4)
+        store(b, scale, numbers, 4)
         if signed:
             half = width // 2
-            add = _declare(b, f"llvm.vector.reduce.add.v{half}i32", _i32, ir.VectorType(_i32, half))
+            add = declare(b, f"llvm.vector.reduce.add.v{half}i32", _i32, ir.VectorType(_i32, half))
             for number in range(2):
                 lanes = ir.Constant(
                     ir.VectorType(_i32, half), list(range(half * number, half * (number + 1)))
                 )
                 some = b.shuffle_vector(small, small, lanes)
                 total = b.call(add, [b.sext(some, ir.VectorType(_i32, half))])
-                place = b.add(numbers, b.mul(stride, _c(number + 1)))
-                _store(b, b.fmul(b.sitofp(total, _f32), scale), place, 4)
+                place = b.add(numbers, b.mul(stride, constant(number + 1)))
+                store(b, b.fmul(b.sitofp(total, _f32), scale), place, 4)
         else:
             small = b.add(small, _constants(small.type)(-128))
-        _store(b, small, out)
+        store(b, small, out)
 
-    return _intrinsic(4, emit)
+    return intrinsic_of(4, emit)
 
 
 @intrinsic
@@ -622,23 +530,23 @@ def put_half(typingctx: Any, address: Any, value: Any) -> Any:
     """Write a float32 in half precision."""
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        _store(builder, builder.fptrunc(values[1], ir.HalfType()), values[0], 2)
+        store(builder, builder.fptrunc(values[1], ir.HalfType()), values[0], 2)
         return context.get_dummy_value()
 
     return types.void(_int64, types.float32), codegen
 
 
 def _put_halves(b: Any, values: Any, into: Any, stride: Any, count: Any) -> None:
-    loop = _Loop(b, count, LANES, [])
-    some = _load(b, b.add(values, b.mul(loop.i, _c(4))), ir.VectorType(_f32, LANES), 4)
+    loop = Loop(b, count, LANES, [])
+    some = load(b, b.add(values, b.mul(loop.i, constant(4))), ir.VectorType(_f32, LANES), 4)
     halves = b.fptrunc(some, _halves)
     for lane in range(LANES):
-        place = b.add(into, b.mul(stride, b.add(loop.i, _c(lane))))
-        _store(b, b.extract_element(halves, ir.Constant(_i32, lane)), place, 2)
+        place = b.add(into, b.mul(stride, b.add(loop.i, constant(lane))))
+        store(b, b.extract_element(halves, ir.Constant(_i32, lane)), place, 2)
     loop.close([])
 
 
-put_halves = _intrinsic(4, _put_halves)
+put_halves = intrinsic_of(4, _put_halves)
 """Write float32s in half precision, at a stride in bytes.
 
 put_halves(values, into, stride, count), where LANES divides the count
@@ -686,7 +594,7 @@ def next_ticket(typingctx: Any, counter: Any) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         place = builder.inttoptr(values[0], _i64.as_pointer())
-        return builder.atomic_rmw("add", place, _c(1), "monotonic")
+        return builder.atomic_rmw("add", place, constant(1), "monotonic")
 
     return _int64(_int64), codegen
 

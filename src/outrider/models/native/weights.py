@@ -13,7 +13,8 @@ from torch import Tensor
 from outrider.errors import ModelFileError
 from outrider.models.native import llama
 from outrider.models.native.architecture import Architecture
-from outrider.models.native.vector import DOT, GROUPS, LANES, QUADS
+from outrider.models.native.emit import LANES
+from outrider.models.native.vector import DOT, GROUPS, QUADS
 
 __all__ = [
     "INPUT_STEP",
