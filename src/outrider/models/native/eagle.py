@@ -67,7 +67,7 @@ class NativeHead:
             packed(layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight),
             packed(layer.mlp.down_proj.weight),
         )
-        output = packed(module.lm_head.weight, kind=target.weights.head.kind)
+        output = packed(module.lm_head.weight, kind=target.weights.kind)
         more = EagleWeights(
             packed(module.fc.weight),
             norm(layer.hidden_norm),
