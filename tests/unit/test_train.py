@@ -21,8 +21,11 @@ from outrider.errors import (
 )
 from outrider.models.heads.eagle import EagleModule, TorchHead
 from outrider.models.heads.folder import read_head, write_head
+from outrider.models.tokenizer import HFTokenizer
+from outrider.train import own
 from outrider.train.data import DataOptions, Example, generate_data, read_data
 from outrider.train.eagle import unroll
+from outrider.train.own import own_prompts
 from outrider.train.run import Recipe, default_taps, read_prompts, train_draft
 from outrider.train.target import frequent_tokens, teacher_of
 from outrider.train.trainer import TrainOptions, batches, collate
@@ -437,6 +440,69 @@ def test_prompt_files(tmp_path):
     with pytest.raises(PromptError, match="Line 1"):  # half a message is none
         read_prompts(str(tmp_path / "c.jsonl"))
     assert len(read_prompts(7)) == 7
+
+
+TEMPLATE = "<s> {{ messages[0]['content'] }} </s> w9"
+
+
+@pytest.fixture
+def writing(target, monkeypatch):
+    """A target that is called on to write a message, in a tokenizer that knows few words."""
+    monkeypatch.setattr(own, "_TWO", ("w5", "w6"))
+    words = new_tokenizer()
+    words.chat_template = TEMPLATE
+    return Engine(target, HFTokenizer(words), drafter="none")
+
+
+def test_messages_that_the_target_writes_itself(writing, tmp_path):
+    heard = []
+    some = own_prompts(writing, 3, tmp_path / "a", told=lambda *told: heard.append(told))
+    assert heard == [(1, 3), (2, 3), (3, 3)]
+    assert len(set(some)) == 3
+    # The same again from the file, and from nothing.
+    assert own_prompts(writing, 2, tmp_path / "a") == some[:2]
+    assert own_prompts(writing, 3, tmp_path / "b") == some
+    assert own_prompts(writing, 3, tmp_path / "c", seed=1) != some
+    assert read_prompts(str(tmp_path / "a" / "prompts.jsonl")) == some
+    # Each is what the target goes on with after the template's beginning, up to an end.
+    assert own._beginning(writing) == [1]
+    assert all("</s>" not in text and text == text.strip() for text in some)
+
+
+def test_a_draft_learns_from_several_sources_of_prompts(writing, tmp_path):
+    (tmp_path / "more.txt").write_text("w7 w8\nw8 w9\n")
+    source = f"own:8,{tmp_path / 'more.txt'}"
+    asked = replace(recipe(tmp_path, "eagle"), prompts=source)
+    train_draft(writing, asked, tmp_path / "head")
+    assert len(list(read_data(tmp_path / "head" / "data"))) == 10
+    _, about = read_head(tmp_path / "head")
+    assert about["training"]["recipe"]["prompts"] == source
+
+
+@pytest.mark.parametrize("count", ["", "0", "some", "-1"])
+def test_how_many_messages_of_its_own(writing, tmp_path, count):
+    with pytest.raises(UsageError, match="target's own"):
+        train_draft(writing, replace(recipe(tmp_path, "eagle"), prompts=f"own:{count}"), tmp_path)
+
+
+def test_targets_that_write_no_messages(writing, chatting, tmp_path, monkeypatch):
+    with pytest.raises(UsageError, match="no chat template"):
+        own_prompts(chatting, 3, tmp_path)
+    monkeypatch.setattr(own, "_LONGEST", 1)  # only an end, which says nothing
+    with pytest.raises(UsageError, match="0 different messages in 12"):
+        own_prompts(writing, 3, tmp_path)
+    assert not (tmp_path / "prompts.jsonl").exists()
+
+
+def test_factors_in_bfloat16(chatting, tmp_path):
+    """Near what float32 comes to, and not the same; afterwards products are as they were."""
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    losses = []
+    for products in ("float32", "bfloat16"):
+        asked = recipe(tmp_path, "eagle", share=1.0, products=products)
+        train_draft(chatting, asked, tmp_path / products, told=lambda p: losses.append(p.loss))
+    assert torch.backends.mkldnn.matmul.fp32_precision == before
+    assert losses[0] == pytest.approx(losses[1], rel=0.02)
 
 
 def test_frequent_tokens_hold_those_that_must_be_in():

@@ -29,7 +29,7 @@ from outrider.models.native.kernels import MAX_ROWS
 from outrider.models.native.model import NativeModel
 from outrider.protocols import Asked
 
-__all__ = ["DataOptions", "Example", "generate_data", "read_data"]
+__all__ = ["DataOptions", "Example", "answers", "generate_data", "read_data"]
 
 _SHARD_TOKENS = 32768
 
@@ -115,7 +115,7 @@ def generate_data(
     done = {int(n) for path in _shards(folder) for n in _load(path, "numbers")}
     waiting = deque(n for n in range(len(prompts)) if n not in done)
     writer = _Writer(folder)
-    for finished in _answers(model, prompts, waiting, options, ends):
+    for finished in answers(model, prompts, waiting, options, ends):
         done.add(finished.number)
         if writer.add(finished) and writer.bytes >= max_bytes:
             break
@@ -140,7 +140,7 @@ def read_data(folder: Path) -> Iterator[Example]:
 # ---- answering in batches ------------------------------------------------------------------------
 
 
-class _Answer:
+class Answer:
     """One sequence while it grows; its chance is its own."""
 
     def __init__(
@@ -169,21 +169,21 @@ class _Answer:
         return len(self.tokens) >= self.limit or self.tokens[-1] in ends
 
 
-def _answers(
+def answers(
     model: NativeModel,
     prompts: Sequence[Sequence[int]],
     waiting: deque[int],
     options: DataOptions,
     ends: frozenset[int],
-) -> Iterator[_Answer]:
+) -> Iterator[Answer]:
     """Finished answers; as many grow at a time as a pass has rows."""
-    growing: list[_Answer] = []
+    growing: list[Answer] = []
     while growing or waiting:
         while waiting and len(growing) < MAX_ROWS:
             number = waiting.popleft()
             prompt = prompts[number]
             if 0 < len(prompt) < model.context_length:
-                growing.append(_Answer(model, number, prompt, options))
+                growing.append(Answer(model, number, prompt, options))
         if not growing:
             break
         asked = [Asked(one.cache, one.tokens[-1:], Proposal()) for one in growing]
@@ -206,11 +206,11 @@ class _Writer:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._held: list[_Answer] = []
+        self._held: list[Answer] = []
         self._next = len(_shards(folder))
         self.bytes = sum(path.stat().st_size for path in _shards(folder))
 
-    def add(self, answer: _Answer) -> bool:
+    def add(self, answer: Answer) -> bool:
         """Take one; whether a shard was written."""
         self._held.append(answer)
         if sum(len(one.tokens) for one in self._held) < _SHARD_TOKENS:

@@ -19,7 +19,8 @@ class Recipe:
     method
         ``eagle``, ``medusa`` or ``distill``.
     prompts
-        How many of the bundled prompts, or a file of them.
+        How many of the bundled prompts, ``own:N`` for so many that the target writes itself, a file
+        of them, or several of these with commas between.
     max_answer, options
         How continuations are drawn, and how the draft is fitted to them; a method's own options are
         its ``defaults``.

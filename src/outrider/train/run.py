@@ -14,6 +14,7 @@ from outrider.errors import UsageError
 from outrider.models.native.model import NativeModel
 from outrider.train.data import DataOptions, generate_data, read_data
 from outrider.train.methods import find_method
+from outrider.train.own import OWN, own_prompts
 from outrider.train.prompts import bundled_prompts
 from outrider.train.recipe import Recipe, default_taps
 from outrider.train.trainer import Progress, Validation, train
@@ -80,13 +81,13 @@ def train_draft(
             hint="Use --runtime native, if the model is of a family that it runs.",
         )
     method = chosen(engine, model, recipe)
+    data = data or folder / "data"
     prompts = [
         engine.encode(p if not isinstance(p, str) else _message(engine, p))
-        for p in read_prompts(recipe.prompts, recipe.options.seed)
+        for p in _prompts(engine, recipe, data, told_data)
     ]
     ends = engine.tokenizer.eos_token_ids if engine.tokenizer else frozenset()
     drawn = DataOptions(method.taps, recipe.max_answer, seed=recipe.options.seed)
-    data = data or folder / "data"
     made_for = engine.fingerprint()
     target = None if made_for is None else made_for.to_dict()
     generate_data(
@@ -110,6 +111,28 @@ def train_draft(
     }
     record: dict[str, Any] = {} if target is None else {"target": target}
     method.write(fit, folder, record | {"training": training} | (about or {}))
+    return found
+
+
+def _prompts(
+    engine: Engine, recipe: Recipe, data: Path, told: Callable[[int, int], None] | None
+) -> list[Any]:
+    """Those of each source that the recipe names, one after the other."""
+    source, seed = recipe.prompts, recipe.options.seed
+    if isinstance(source, int) or Path(source).exists():
+        return read_prompts(source, seed)
+    found: list[Any] = []
+    for one in source.split(","):
+        if not one.startswith(OWN):
+            found += read_prompts(int(one) if one.isdecimal() else one, seed)
+            continue
+        count = one.removeprefix(OWN)
+        if not count.isdecimal() or int(count) < 1:
+            raise UsageError(
+                f"How many prompts of the target's own? Got '{one}'.",
+                hint=f"Example: --prompts {OWN}2000",
+            )
+        found += own_prompts(engine, int(count), data, seed, told)
     return found
 
 

@@ -8,9 +8,10 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int64
@@ -52,6 +53,9 @@ class TrainOptions:
         Weight of the total variation beside the divergence, where a language model is fitted.
     seed
         Of the order of batches.
+    products
+        ``float32``, or ``bfloat16`` for factors that are rounded to it before they are multiplied;
+        sums and weights stay float32. On processors that multiply bfloat16 it is twice as fast.
     """
 
     epochs: float = 2.0
@@ -66,6 +70,7 @@ class TrainOptions:
     context: int = 32
     variation: float = 1.0
     seed: int = 0
+    products: Literal["float32", "bfloat16"] = "float32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,9 +266,10 @@ def train(
         for group in optimizer.param_groups:
             group["lr"] = options.rate * _schedule(step, steps, options.warmup)
         batch = collate(plan[step][1])
-        loss = fit.loss(batch)
         optimizer.zero_grad(set_to_none=True)
-        torch.autograd.backward(loss)
+        with _products(options.products):
+            loss = fit.loss(batch)
+            torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
         optimizer.step()
         losses.append(float(loss.detach()))
@@ -279,6 +285,17 @@ def train(
         if late:
             break
     return checked or validate(fit, held_out, options)
+
+
+@contextmanager
+def _products(kind: str) -> Iterator[None]:
+    backend: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = backend.fp32_precision
+    backend.fp32_precision = "bf16" if kind == "bfloat16" else before
+    try:
+        yield
+    finally:
+        backend.fp32_precision = before
 
 
 def _schedule(step: int, steps: int, warmup: float) -> float:
