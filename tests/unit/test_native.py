@@ -18,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from numba import njit
 from safetensors.torch import load_file, save_file
 
 from outrider import Engine
@@ -45,7 +46,7 @@ from outrider.models.native.emit import LANES
 from outrider.models.native.kernels import BYTE_ROWS, FRAME, LINEAR, MAX_ROWS, hand_heads
 from outrider.models.native.model import NativeModel
 from outrider.models.native.recorder import Program
-from outrider.models.native.vector import BLOCK, DOT
+from outrider.models.native.vector import BLOCK, DOT, exponentials, float_to_bits, silu
 from outrider.models.native.weights import INPUT_STEP, Linear, Nibbles, pack, quantize
 from outrider.protocols import Asked
 from tests.small_models import (
@@ -462,6 +463,44 @@ def test_sums_would_saturate_without_the_bound_on_pairs(monkeypatch):
     assert unpacked(packed).max() == 127
     bytes_, _, out = run_linear(extreme_rows(), packed)
     assert not torch.equal(out.long(), bytes_ @ unpacked(packed).T)
+
+
+@njit
+def run_exponentials(values, top):
+    exponentials(values.ctypes.data, len(values), float_to_bits(np.float32(top)))
+
+
+@njit
+def run_silu(gate, up, out):
+    silu(gate.ctypes.data, up.ctypes.data, out.ctypes.data, len(gate))
+
+
+def test_exponentials_are_right_to_two_units_in_the_last_place():
+    values = np.linspace(-120, 88, 64 * 999, dtype=np.float32)
+    found = values.copy()
+    run_exponentials(found, 0.0)
+    # Below e^-87 there is nothing that float32 holds in full.
+    expected = np.exp(np.maximum(values, -87).astype(np.float64))
+    assert np.abs(found / expected - 1).max() < 2 * np.finfo(np.float32).eps
+    odd = np.full(64, np.nan, np.float32)
+    odd[1::2] = -np.inf
+    run_exponentials(odd, 3.0)
+    assert np.isnan(odd[::2]).all()
+    assert (odd[1::2] < 1e-37).all()
+
+
+def test_silu_times_another():
+    gate = np.linspace(-200, 200, 64 * 50, dtype=np.float32)
+    up, out = np.full_like(gate, 3.0), np.zeros_like(gate)
+    run_silu(gate, up, out)
+    exact = gate.astype(np.float64)
+    expected = 3 * exact / (1 + np.exp(-exact))
+    assert np.abs(out - expected).max() <= 1e-6 * np.abs(expected).max()
+    small = np.abs(expected) > 1e-30
+    assert np.abs(out[small] / expected[small] - 1).max() < 1e-5
+    gate[5] = np.nan
+    run_silu(gate, up, out)
+    assert np.isnan(out).sum() == 1
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
