@@ -464,6 +464,12 @@ def test_messages_that_the_target_writes_itself(writing, tmp_path):
     assert own_prompts(writing, 3, tmp_path / "b") == some
     assert own_prompts(writing, 3, tmp_path / "c", seed=1) != some
     assert read_prompts(str(tmp_path / "a" / "prompts.jsonl")) == some
+    # A run that was broken off goes on, without what it wrote half of.
+    kept = tmp_path / "b" / "prompts.jsonl"
+    whole = kept.read_text()
+    kept.write_text(whole[: whole.index("\n") + 9])
+    assert sorted(own_prompts(writing, 3, tmp_path / "b")) == sorted(some)
+    assert sorted(kept.read_text().splitlines()) == sorted(whole.splitlines())
     # Each is what the target goes on with after the template's beginning, up to an end.
     assert own._beginning(writing) == [1]
     assert all("</s>" not in text and text == text.strip() for text in some)
@@ -491,7 +497,6 @@ def test_targets_that_write_no_messages(writing, chatting, tmp_path, monkeypatch
     monkeypatch.setattr(own, "_LONGEST", 1)  # only an end, which says nothing
     with pytest.raises(UsageError, match="0 different messages in 12"):
         own_prompts(writing, 3, tmp_path)
-    assert not (tmp_path / "prompts.jsonl").exists()
 
 
 def test_factors_in_bfloat16(chatting, tmp_path):

@@ -9,7 +9,6 @@ Source: Xu et al. 2024, "Magpie" (arXiv 2406.08464), section 2.1.
 from __future__ import annotations
 
 import json
-import os
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -39,7 +38,8 @@ def own_prompts(
     seed: int = 0,
     told: Callable[[int, int], None] | None = None,
 ) -> list[str]:
-    """So many different messages, in a folder's ``prompts.jsonl``; those that it holds stay.
+    """So many different messages. They are kept in a folder's ``prompts.jsonl``, each as it comes,
+    so that a run that was broken off goes on.
 
     Parameters
     ----------
@@ -60,10 +60,9 @@ def own_prompts(
         When the target does not chat, or has no more to say.
     """
     path = folder / "prompts.jsonl"
-    if path.exists():
-        found = [json.loads(line)["prompt"] for line in path.read_text("utf-8").splitlines()]
-        if len(found) >= count:
-            return found[:count]
+    made = _read(path)
+    if len(made) >= count:
+        return list(made)[:count]
     model = engine.model
     assert isinstance(model, NativeModel)
     words, start = engine.tokenizer, _beginning(engine)
@@ -74,29 +73,39 @@ def own_prompts(
         )
     assert words is not None
     options = DataOptions((), _LONGEST, _TEMPERATURES, seed)
-    prompts, made = [start] * (_TRIES * count), dict[str, None]()
-    waiting = deque(range(len(prompts)))
-    for answer in answers(model, prompts, waiting, options, words.eos_token_ids):
-        said = answer.tokens[answer.prompt_length :]
-        text = words.decode(said[:-1]).strip()
-        if said[-1] in words.eos_token_ids and text and text not in made:
-            made[text] = None
+    prompts = [start] * (_TRIES * count)
+    waiting = deque(n for n in range(len(prompts)) if n not in set(made.values()))
+    folder.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        for answer in answers(model, prompts, waiting, options, words.eos_token_ids):
+            said = answer.tokens[answer.prompt_length :]
+            text = words.decode(said[:-1]).strip()
+            if said[-1] not in words.eos_token_ids or not text or text in made:
+                continue
+            made[text] = answer.number
+            line = {"prompt": text, "number": answer.number}
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
             if told is not None:
                 told(len(made), count)
             if len(made) == count:
-                break
-    if len(made) < count:
-        raise UsageError(
-            f"The target wrote {len(made)} different messages in {len(prompts)} attempts; "
-            f"{count} were asked for.",
-            hint=f"Ask for fewer: --prompts {OWN}{len(made)}",
-        )
-    folder.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    lines = (json.dumps({"prompt": text}, ensure_ascii=False) for text in made)
-    part.write_text("\n".join(lines) + "\n", "utf-8")
-    os.replace(part, path)
-    return list(made)
+                return list(made)
+    raise UsageError(
+        f"The target wrote {len(made)} different messages in {len(prompts)} attempts; "
+        f"{count} were asked for.",
+        hint="Ask for fewer.",
+    )
+
+
+def _read(path: Path) -> dict[str, int]:
+    """What was written before, and in which attempt; a line that was broken off is taken out."""
+    if not path.exists():
+        return {}
+    lines = path.read_bytes().splitlines(keepends=True)
+    if lines and not lines[-1].endswith(b"\n"):
+        path.write_bytes(b"".join(lines[:-1]))
+        lines.pop()
+    found = map(json.loads, lines)
+    return {line["prompt"]: line["number"] for line in found}
 
 
 def _beginning(engine: Engine) -> list[int]:
