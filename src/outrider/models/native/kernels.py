@@ -8,7 +8,7 @@ order whatever the other rows are, so a row's numbers are the same bits in any c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -375,52 +375,46 @@ def _compiled(function: Any, kind: str) -> Any:
     return njit(function)
 
 
+def _chosen(tiles: Sequence[Any], name: str) -> Any:
+    """The tile for a number of rows from 1 on, chosen as the program runs."""
+    n, tile = len(tiles), tiles[-1]
+    if n == 1:
+
+        def one(rows: Any, *arguments: Any) -> None:
+            tile(*arguments)
+
+        return _compiled(one, name)
+    fewer = _chosen(tiles[:-1], name)
+
+    def chosen(rows: Any, *arguments: Any) -> None:
+        if rows == n:
+            tile(*arguments)
+        else:
+            fewer(rows, *arguments)
+
+    return _compiled(chosen, f"{name}_{n}")
+
+
 def _tile(kind: str) -> Any:
-    """The tile for a number of rows, chosen as the program runs."""
+    """The tile for a number of rows."""
     tiles: dict[str, Callable[[int, int], Any]] = {
         "int4": nibble_tile,
         "int8": integer_tile,
         "bfloat16": partial(float_tile, half=True),
         "float32": partial(float_tile, half=False),
     }
+    most = _VECTOR_ROWS[kind]
+    few = _chosen([tiles[kind](rows, GROUPS) for rows in range(1, most + 1)], kind)
     matrices = {"int4": nibble_matrix, "int8": integer_matrix} if MATRICES else {}
-    made = [tiles[kind](min(rows, _VECTOR_ROWS[kind]), GROUPS) for rows in range(1, 9)]
-    t1, t2, t3, t4, t5, t6, t7, t8 = made
-
-    def few(
-        rows: Any, x: Any, w: Any, n: Any, init: Any, scales: Any, bias: Any, row_scales: Any,
-        out: Any, stride: Any, add: Any,
-    ) -> None:  # fmt: skip
-        if rows == 1:
-            t1(x, w, n, init, scales, bias, row_scales, out, stride, add)
-        elif rows == 2:
-            t2(x, w, n, init, scales, bias, row_scales, out, stride, add)
-        elif rows == 3:
-            t3(x, w, n, init, scales, bias, row_scales, out, stride, add)
-        elif rows == 4:
-            t4(x, w, n, init, scales, bias, row_scales, out, stride, add)
-        elif rows == 5:
-            t5(x, w, n, init, scales, bias, row_scales, out, stride, add)
-        elif rows == 6:
-            t6(x, w, n, init, scales, bias, row_scales, out, stride, add)
-        elif rows == 7:
-            t7(x, w, n, init, scales, bias, row_scales, out, stride, add)
-        else:
-            t8(x, w, n, init, scales, bias, row_scales, out, stride, add)
-
-    few = _compiled(few, kind)
     if kind not in matrices:
         return few
     matrix = matrices[kind]()
 
-    def many(
-        rows: Any, x: Any, w: Any, n: Any, init: Any, scales: Any, bias: Any, row_scales: Any,
-        out: Any, stride: Any, add: Any,
-    ) -> None:  # fmt: skip
-        if rows <= 8:
-            few(rows, x, w, n, init, scales, bias, row_scales, out, stride, add)
+    def many(rows: Any, *arguments: Any) -> None:
+        if rows <= most:
+            few(rows, *arguments)
         else:
-            matrix(x, w, n, init, scales, bias, row_scales, out, stride, add, rows)
+            matrix(*arguments, rows)
 
     return _compiled(many, kind)
 
@@ -607,26 +601,9 @@ def _first_seen(frame: Any, row: Any, window: Any) -> Any:
 
 
 def _row_sums(half: bool, add: bool) -> Any:
-    """The tile for a number of queries, chosen as the program runs."""
-    t1, t2, t3, t4, t5, t6 = (row_sums(n, half, add) for n in range(1, QUERIES + 1))
-
-    def tile(
-        n: Any, places: Any, rows: Any, ahead: Any, stride: Any, count: Any, column: Any
-    ) -> None:
-        if n == 1:
-            t1(places, rows, ahead, stride, count, column)
-        elif n == 2:
-            t2(places, rows, ahead, stride, count, column)
-        elif n == 3:
-            t3(places, rows, ahead, stride, count, column)
-        elif n == 4:
-            t4(places, rows, ahead, stride, count, column)
-        elif n == 5:
-            t5(places, rows, ahead, stride, count, column)
-        else:
-            t6(places, rows, ahead, stride, count, column)
-
-    return _compiled(tile, f"{'half' if half else 'whole'}_{'more' if add else 'first'}")
+    """The tile for a number of queries."""
+    name = f"{'half' if half else 'whole'}_{'more' if add else 'first'}"
+    return _chosen([row_sums(n, half, add) for n in range(1, QUERIES + 1)], name)
 
 
 _scores, _whole_scores = (_row_sums(half, add=False) for half in (True, False))

@@ -349,9 +349,9 @@ def float_tile(rows: int, groups: int, half: bool) -> Any:
     return intrinsic_of(10, emit)
 
 
-QUERIES = 6
-"""Queries that an attention tile takes at most."""
-_FEW = 2
+QUERIES = 12 if WIDE else 6
+"""Queries that an attention tile takes at most: a number of the cache is widened once for all."""
+_FEW = 6 if WIDE else 2
 
 
 def columns(queries: int) -> int:
