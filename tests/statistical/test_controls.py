@@ -13,6 +13,7 @@ from outrider.audit.exact import TOLERANCE, audit_exact
 from outrider.audit.remembered import Remembered
 from outrider.audit.sampled import audit_samples, audit_tokens, equal_tokens_promised
 from outrider.drafters.model import ModelDrafter
+from outrider.models.native.vector import DOT
 from tests.controls import (
     CONTROLS,
     HOT,
@@ -124,8 +125,10 @@ def test_enumeration_catches_it_on_the_default_model(real, name):
     recorded = RECORDED[name][5]
     if report.broken:
         assert found(report) == recorded
-    else:  # its logits may differ in their last bits from machine to machine
+    elif DOT == "pairs":  # its logits may differ in their last bits from machine to machine
         assert report.largest_difference == pytest.approx(float(recorded), rel=0.1)
+    else:  # the head's bytes are rounded otherwise, and so are logits: see ``weights.quantize``
+        assert report.largest_difference > 1e-6  # rounding comes to 1e-15
     sound = enumerate_control(control, control.sound(real), real=True)
     assert (sound.verdict, sound.remembered) == ("consistent", True)
     assert sound.drafted_tokens > 0
