@@ -101,6 +101,11 @@ def test_results_of_one_kind_leave_the_other_cells_of_the_table():
             assert row == RECORDED[row[0]]
 
 
+ELSEWHERE = {"block repair without the weight": 0.0324}
+"""Differences where bytes need no bound on pairs, so that the head's are other ones (``quantize``);
+what is recorded is of AVX2."""
+
+
 @pytest.fixture(scope="module")
 def real(smollm):
     """The default model, its contexts remembered, with the draft of the recorded run."""
@@ -125,10 +130,9 @@ def test_enumeration_catches_it_on_the_default_model(real, name):
     recorded = RECORDED[name][5]
     if report.broken:
         assert found(report) == recorded
-    elif DOT == "pairs":  # its logits may differ in their last bits from machine to machine
-        assert report.largest_difference == pytest.approx(float(recorded), rel=0.1)
-    else:  # the head's bytes are rounded otherwise, and so are logits: see ``weights.quantize``
-        assert report.largest_difference > 1e-6  # rounding comes to 1e-15
+    else:  # its logits may differ in their last bits from machine to machine
+        wanted = float(recorded) if DOT == "pairs" else ELSEWHERE.get(name, float(recorded))
+        assert report.largest_difference == pytest.approx(wanted, rel=0.1)
     sound = enumerate_control(control, control.sound(real), real=True)
     assert (sound.verdict, sound.remembered) == ("consistent", True)
     assert sound.drafted_tokens > 0
