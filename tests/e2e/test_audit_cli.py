@@ -293,7 +293,11 @@ def test_an_audit_in_which_nothing_was_drafted_tested_nothing(how, capsys, tmp_p
     code, out, _ = run(capsys, *idle, "-n", "1", "--samples", "40", *how, "--html", str(page))
     assert code == 3
     assert out.startswith("Nothing tested")
+    assert "A fixed --draft-length" in out
     assert "Nothing tested" in page.read_text()
+    code, out, _ = run(capsys, *idle, "-n", "1", "--samples", "40", *how, "--draft-length", "2")
+    assert code == 3
+    assert "A fixed --draft-length" not in out
     code, out, _ = run(capsys, *idle, "-n", "1", "--drafter", "none", "--samples", "40", *how)
     assert code in (0, 3)
     assert "Nothing tested" not in out

@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 import torch
+from transformers.activations import ACT2FN
 
 from outrider import Engine
 from outrider.core.proposal import Proposal
@@ -15,6 +16,7 @@ from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.script import ScriptDrafter
 from outrider.errors import NumericalError
 from outrider.models import attention
+from outrider.models.activations import gelu_tanh, quick_gelu, silu
 from outrider.models.hf import HFModel
 from outrider.models.numerics import check_numbers, row_step
 from outrider.models.toy import ToyModel
@@ -62,6 +64,21 @@ class TestSameBits:
     def test_other_dense_families(self, family):
         found = check_numbers(loaded(torch.float32, family), some_tokens(80))
         assert found.same_bits, found
+
+    @pytest.mark.parametrize("threads", [1, 3])
+    @pytest.mark.parametrize("act", ["silu", "swish", "gelu_pytorch_tanh", "quick_gelu"])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    def test_rows_whose_elements_do_not_fill_vectors(self, dtype, act, threads):
+        """Of 20 elements a row, the last of a pass are left over from every processor's vectors;
+        of 3000, they are at the borders of three threads too."""
+        torch.set_num_threads(threads)
+        for width in (20, 3000):
+            module = new_module("llama", intermediate_size=width, hidden_act=act)
+            model = HFModel(module.to(dtype), same_numbers=True)
+            if model.row_step is None:
+                pytest.skip("this machine's matrix kernels treat rows differently in every block")
+            found = check_numbers(model, some_tokens(80), widths=(1, 2, 3, 8, 9, 16, 32))
+            assert found.same_bits, (width, found)
 
     def test_prefill_equals_decoding(self, model):
         alone = one_by_one(model, LONG[:40])
@@ -142,6 +159,42 @@ class TestRowStep:
         even.forward = lambda rows: rows[:, :8]
         assert row_step(torch.nn.Sequential(even)) == 2
         assert row_step(torch.nn.Sequential(even, Eights(8, 8))) == 8
+
+
+class TestActivations:
+    @pytest.mark.parametrize("threads", [1, 2, 3, 4])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize("function", [silu, gelu_tanh, quick_gelu])
+    def test_a_row_is_the_same_in_any_company(self, function, dtype, threads):
+        torch.set_num_threads(threads)
+        for width in (20, 1000, 8960):
+            rows = torch.randn(64, width, generator=torch.Generator().manual_seed(width)) * 3
+            rows = rows.to(dtype)
+            alone = torch.cat([function(row[None]) for row in rows])
+            for count in (2, 3, 8, 16, 64):
+                assert torch.equal(function(rows[:count]), alone[:count]), (width, count)
+
+    @pytest.mark.parametrize(
+        ("function", "name"),
+        [(silu, "silu"), (gelu_tanh, "gelu_pytorch_tanh"), (quick_gelu, "quick_gelu")],
+    )
+    def test_it_is_the_function_of_transformers(self, function, name):
+        x = torch.cat([torch.linspace(-100, 100, 4001), torch.tensor([0.0, 1e-30, -1e30, 1e30])])
+        torch.testing.assert_close(function(x), ACT2FN[name](x), atol=1e-6, rtol=1e-5)
+        half = x.bfloat16()
+        torch.testing.assert_close(function(half), ACT2FN[name](half), atol=1e-3, rtol=2e-2)
+
+    @pytest.mark.parametrize("function", [silu, gelu_tanh, quick_gelu])
+    def test_a_draft_can_be_trained_through_it(self, function):
+        x = torch.linspace(-5, 5, 40, dtype=torch.float32, requires_grad=True)
+        function(x).sum().backward()
+        slope = function(x + 1e-2) - function(x - 1e-2)
+        torch.testing.assert_close(x.grad, slope / 2e-2, atol=1e-3, rtol=1e-3)
+
+    def test_others_stay_as_they_are(self):
+        module = new_module("llama", hidden_act="relu")
+        HFModel(module, same_numbers=True)
+        assert isinstance(module.model.layers[0].mlp.act_fn, torch.nn.ReLU)
 
 
 class TestAttention:

@@ -285,6 +285,8 @@ def _idle(result: dict[str, Any]) -> dict[str, Any]:
     if result["drafter"] == "none":  # as was asked for
         return {"sentence": f"{result['sentence']} {idle}"}
     hint = "Give prompts on which it drafts: for a lookup, such as repeat themselves (--prompt)."
+    if result["draft_length"] == "auto":
+        hint += " A fixed --draft-length drafts also where that is no quicker."
     sentence = f"Nothing tested by '{result['drafter']}': {idle} {hint} {result['sentence']}"
     return {"verdict": "nothing tested", "sentence": sentence}
 

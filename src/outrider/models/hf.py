@@ -30,6 +30,7 @@ from outrider.errors import (
     UnsupportedError,
 )
 from outrider.models import attention, catalogue, memory
+from outrider.models.activations import switch_activations
 from outrider.models.adapter import Adapter, LiveAdapter, merge_into, read_adapter
 from outrider.models.heads.eagle import EagleModule, TorchHead
 from outrider.models.heads.medusa import MedusaModule, TorchMedusa
@@ -71,9 +72,9 @@ class HFModel:
         Number of real tokens, where it is known to be fewer than the rows of the output matrix.
     same_numbers
         Run it so that a row's numbers do not depend on its company: with the attention of
-        ``outrider.models.attention`` and passes padded to a whole number of row steps. It
-        switches the module's attention, so it is left off for a module that belongs to someone
-        else.
+        ``outrider.models.attention``, the functions of ``outrider.models.activations``, and passes
+        padded to a whole number of row steps. It switches parts of the module, so it is left off
+        for a module that belongs to someone else.
 
     Raises
     ------
@@ -139,6 +140,8 @@ class HFModel:
         """
         if self.rollback == "length" and _can_switch_attention(self.module):
             self.module.set_attn_implementation(attention.NAME)
+            if self.device.type == "cpu":
+                switch_activations(self.module)
             self._steps = (measure(self.module),)
 
     @property

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from outrider.core.proposal import Proposal
+from outrider.models.activations import silu
 from outrider.models.native.architecture import Architecture
 from outrider.models.native.llama import Layer, Llama, decoder, head
 from outrider.models.native.weights import Read, collect
@@ -181,7 +182,7 @@ class _Ops:
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, -1)
-        return F.silu(gate) * up
+        return silu(gate) * up
 
     def tap(self, x: Tensor, index: int) -> None:
         if index in self.taps:
