@@ -212,34 +212,46 @@ def _parts(padded: Any, thread: Any, threads: Any) -> Any:
 
 
 @njit(inline="always")
-def _hand_over(piece: Any, part: Any, row: Any, rows: Any, a: Any) -> None:
-    """Write a part of a row where the tiles of a linear layer expect it: next to its block-mates.
+def _places(row: Any, rows: Any, a: Any) -> Any:
+    """Where the tiles of a linear layer expect a row: next to its block-mates.
 
     Rows go in blocks of as many as a tile takes; within one, f32 [inputs, rows]
     (``quantized`` 0), or bytes [parts, rows, INPUT_STEP], with numbers for each part: with 128
     added, and the row's scale (1); or as they are, and its scale and the sums of both halves
     (``SIGNED``).
     ``a``: the padded width, where rows and scales go, ``quantized``.
+
+    It tells where the first part goes and how much further each is; the same for its numbers, and
+    how far apart these are; then ``quantized``. All in bytes.
     """
     padded, out, scales, quantized = a[0], a[1], a[2], a[3]
-    step = len(piece)
-    size = _block_rows(
-        rows, NIBBLE_ROWS if quantized == SIGNED else BYTE_ROWS if quantized else ROWS
-    )
+    width, size = 4 * QUADS, ROWS
+    if quantized:
+        size = NIBBLE_ROWS if quantized == SIGNED else BYTE_ROWS
+    size = _block_rows(rows, size)
     start = row // size * size
     mates, place = min(size, rows - start), row - start
     if quantized == 0:
-        into = _floats(out + 4 * (start * padded + part * step * mates), mates * step)
-        for i in range(step):
-            into[i * mates + place] = piece[i]
-        return
-    into_bytes = out + start * padded + step * (part * mates + place)
-    if quantized == SIGNED:
-        number = 3 * (start * (padded // step) + part * mates) + place
-        _signed_bytes(piece.ctypes.data, into_bytes, scales + 4 * number, 4 * mates)
+        return out + 4 * (start * padded + place), 4 * width * mates, 0, 0, mates, quantized
+    numbers = 3 if quantized == SIGNED else 1
+    first = scales + 4 * (numbers * start * (padded // width) + place)
+    at = out + start * padded + width * place
+    return at, width * mates, first, 4 * numbers * mates, mates, quantized
+
+
+@njit(inline="always")
+def _hand_over(piece: Any, part: Any, places: Any) -> None:
+    """Write a part of a row where it is expected."""
+    at, hop, first, numbers_hop, mates, quantized = places
+    if quantized == 0:
+        into = _floats(at + part * hop, (len(piece) - 1) * mates + 1)
+        for i in range(len(piece)):
+            into[i * mates] = piece[i]
+    elif quantized == SIGNED:
+        numbers = first + part * numbers_hop
+        _signed_bytes(piece.ctypes.data, at + part * hop, numbers, 4 * mates)
     else:
-        number = start * (padded // step) + part * mates + place
-        _row_bytes(piece.ctypes.data, into_bytes, scales + 4 * number, 4 * mates)
+        _row_bytes(piece.ctypes.data, at + part * hop, first + part * numbers_hop, 4 * mates)
 
 
 @kernel
@@ -256,13 +268,14 @@ def norm(arguments: Any, thread: Any, threads: Any) -> None:
     for row in range(rows):
         x = _floats(source + 4 * (first + row) * stride, width)
         scale = float32(1.0) / np.sqrt(_sum_of_squares(x) / float32(width) + epsilon)
+        places = _places(row, rows, into)
         for part in range(start, end):
             at = part * len(y)
             own = min(len(y), width - at)
             for i in range(own):
                 y[i] = x[at + i] * scale * weight[at + i]
             y[own:] = float32(0.0)
-            _hand_over(y, part, row, rows, into)
+            _hand_over(y, part, places)
 
 
 @kernel
@@ -273,15 +286,16 @@ def swiglu(arguments: Any, thread: Any, threads: Any) -> None:
     stride, width, into = a[2], a[3], a[4:]
     start, end = _parts(into[0], thread, threads)
     y = np.zeros(4 * QUADS, np.float32)
-    for part in range(start, end):
-        at = part * len(y)
-        own = min(len(y), width - at)
-        for row in range(rows):
+    for row in range(rows):
+        places = _places(row, rows, into)
+        for part in range(start, end):
+            at = part * len(y)
+            own = min(len(y), width - at)
             gate = a[1] + 4 * (row * stride + at)
             if own > 0:
                 silu(gate, gate + 4 * width, y.ctypes.data, own)
             y[max(0, own) :] = float32(0.0)
-            _hand_over(y, part, row, rows, into)
+            _hand_over(y, part, places)
 
 
 @kernel
@@ -297,6 +311,7 @@ def lift(arguments: Any, thread: Any, threads: Any) -> None:
     for row in range(rows):
         x = _floats(source + 4 * row * width, width)
         scale = float32(1.0) / np.sqrt(_sum_of_squares(x) / float32(width) + epsilon)
+        places = _places(row, rows, into)
         for part in range(start, end):
             at = part * len(y)
             own = min(len(y), width - at)
@@ -305,7 +320,7 @@ def lift(arguments: Any, thread: Any, threads: Any) -> None:
             for i in range(own):
                 y[i] += x[at + i] * scale * weight[at + i]
             y[own:] = float32(0.0)
-            _hand_over(y, part, row, rows, into)
+            _hand_over(y, part, places)
 
 
 @kernel
@@ -543,10 +558,12 @@ def remember(arguments: Any, thread: Any, threads: Any) -> None:
     layer, queries, half, q_norm, k_norm = a[7], a[8], a[9], a[10], a[11]
     epsilon, scale = _floats(a[12], 1)[0], _floats(a[13], 1)[0]
     all_heads = heads + 2 * kv_heads
-    # A thread takes a head of all rows: their keys lie side by side.
+    # A thread takes some heads of all rows: their keys lie side by side, and most of what it reads
+    # it has computed itself, as its share of the layer before.
     rows = frame[FRAME.rows]
-    for item in range(rows * ((all_heads - thread + threads - 1) // threads)):
-        row, head = item % rows, thread + item // rows * threads
+    start, end = all_heads * thread // threads, all_heads * (thread + 1) // threads
+    for item in range(rows * (end - start)):
+        row, head = item % rows, start + item // rows
         x = _floats(qkv + 4 * (row * stride + head * width), width)
         cosines = _floats(frame[FRAME.cosines] + 4 * row * half, half)
         sines = _floats(frame[FRAME.sines] + 4 * row * half, half)
@@ -562,19 +579,19 @@ def remember(arguments: Any, thread: Any, threads: Any) -> None:
         at = slot % BLOCK
         if head < heads + kv_heads:
             _rotate(x, cosines, sines, float32(1.0), k_norm, epsilon)
-            start, step = at, BLOCK
+            place, step = at, BLOCK
         else:
-            start, step = padded * BLOCK + at * padded, 1
+            place, step = padded * BLOCK + at * padded, 1
         if size == 2:
             whole_vectors = width // LANES * LANES
             if whole_vectors:
-                put_halves(x.ctypes.data, block + 2 * start, 2 * step, whole_vectors)
+                put_halves(x.ctypes.data, block + 2 * place, 2 * step, whole_vectors)
             for i in range(whole_vectors, width):
-                put_half(block + 2 * (start + i * step), x[i])
+                put_half(block + 2 * (place + i * step), x[i])
         else:
             whole = _floats(block, 2 * padded * BLOCK)
             for i in range(width):
-                whole[start + i * step] = x[i]
+                whole[place + i * step] = x[i]
 
 
 @njit(inline="always")
@@ -616,23 +633,21 @@ def _sum_rows(
     size: Any, add: Any, places: Any, many: Any, rows: Any, ahead: Any, stride: Any, count: Any,
     wide: Any,
 ) -> None:  # fmt: skip
-    """``row_sums`` over ``wide`` columns for any number of queries, whose addresses are given;
+    """``row_sums`` over ``wide`` columns for up to QUERIES queries, whose addresses are given;
     ``size`` is of a number in the cache, in bytes."""
-    parts, start = (many + QUERIES - 1) // QUERIES, 0
-    for part in range(parts):
-        n = (many - start + parts - part - 1) // (parts - part)
-        at, step = places.ctypes.data + 16 * start, _COLUMNS[n]
-        for c in range(0, wide, step):
-            if add:
-                if size == 2:
-                    _mixed(n, at, rows + size * c, ahead, stride, count, 4 * c)
-                else:
-                    _whole_mixed(n, at, rows + size * c, ahead, stride, count, 4 * c)
-            elif size == 2:
-                _scores(n, at, rows + size * c, ahead, stride, count, 4 * c)
+    at, step = places.ctypes.data, _COLUMNS[many]
+    if many == 0:
+        return
+    for c in range(0, wide, step):
+        if add:
+            if size == 2:
+                _mixed(many, at, rows + size * c, ahead, stride, count, 4 * c)
             else:
-                _whole_scores(n, at, rows + size * c, ahead, stride, count, 4 * c)
-        start += n
+                _whole_mixed(many, at, rows + size * c, ahead, stride, count, 4 * c)
+        elif size == 2:
+            _scores(many, at, rows + size * c, ahead, stride, count, 4 * c)
+        else:
+            _whole_scores(many, at, rows + size * c, ahead, stride, count, 4 * c)
 
 
 class _Attention(NamedTuple):
@@ -658,49 +673,90 @@ class _Attention(NamedTuple):
 _A = _Attention()
 
 
-@njit(inline="always")
-def _to_next(frame: Any, row: Any, number: Any, before: Any, padded: Any) -> Any:
-    """How far on the next block lies, in bytes, if the row sees it."""
-    if number >= _last_slot(frame, row) // BLOCK:
-        return 0
-    own = _block(frame, row, number, before, padded)
-    return _block(frame, row, number + 1, before, padded) - own
+class _Asked(NamedTuple):
+    """What is known of a query before its context is gone over."""
+
+    query: int = 0
+    scores: int = 1
+    out: int = 2
+    table: int = 3
+    base: int = 4
+    nodes: int = 5
+    first: int = 6
+    """The first key that it sees, the block of that, and the block of its last key."""
+    first_block: int = 7
+    last_block: int = 8
+    row: int = 9
+    size: int = 10
+
+
+_Q = _Asked()
 
 
 @njit
-def _compare(a: Any, frame: Any, places: Any, kv: Any, start: Any, end: Any, blocks: Any) -> None:
+def _ask(a: Any, frame: Any, asked: Any, kv: Any, start: Any, end: Any) -> Any:
+    """Fill in ``asked`` for some queries of a key head; how many blocks they see."""
+    heads, padded = a[_A.heads], a[_A.padded]
+    group, blocks = heads // a[_A.kv_heads], 0
+    row, head = start // group, start % group
+    for i in range(end - start):
+        base, nodes = frame[FRAME.base + row], frame[FRAME.nodes + row]
+        first, item = _first_seen(frame, row, a[_A.window]), kv * group + head
+        asked[i, _Q.query] = a[_A.queries] + 4 * (row * heads + item) * padded
+        asked[i, _Q.scores] = frame[FRAME.scores] + 4 * (row * heads + item) * frame[FRAME.keys]
+        asked[i, _Q.out] = a[_A.out] + 4 * (row * a[_A.stride] + item * padded)
+        asked[i, _Q.table] = frame[FRAME.table + row]
+        asked[i, _Q.base], asked[i, _Q.nodes] = base, nodes
+        asked[i, _Q.first], asked[i, _Q.first_block] = first, first // BLOCK
+        # A path's nodes lie behind the base, perhaps with gaps of more than a block.
+        asked[i, _Q.last_block] = _last_slot(frame, row) // BLOCK
+        asked[i, _Q.row] = row
+        blocks = max(blocks, asked[i, _Q.last_block] + 1)
+        head += 1
+        if head == group:
+            row, head = row + 1, 0
+    return blocks
+
+
+@njit(inline="always")
+def _block_of(asked: Any, i: Any, number: Any, before: Any) -> Any:
+    """The address of a block that a query sees, and how far on the next lies if it sees that."""
+    table = _ints(asked[i, _Q.table], number + 2)
+    own = table[number]
+    return own + before, table[number + 1] - own if number < asked[i, _Q.last_block] else 0
+
+
+@njit
+def _compare(a: Any, asked: Any, places: Any, n: Any, before: Any, blocks: Any) -> None:
     """Scores q kᵀ of some queries of a key head, with each block that they see, where it lies."""
-    heads, width, padded, size = a[_A.heads], a[_A.width], a[_A.padded], a[_A.size]
-    group, room, step = heads // a[_A.kv_heads], frame[FRAME.keys], size * BLOCK
-    before = size * (a[_A.layer] * a[_A.kv_heads] + kv)
+    width, size = a[_A.width], a[_A.size]
+    step = size * BLOCK
     for number in range(blocks):
         keys, ahead, many = 0, 0, 0
-        for i in range(start, end):
-            row, item = i // group, i // group * heads + kv * group + i % group
-            # A path's nodes lie behind the base, perhaps with gaps of more than a block.
-            if number > _last_slot(frame, row) // BLOCK:
+        for i in range(n):
+            if number > asked[i, _Q.last_block] or number < asked[i, _Q.first_block]:
                 continue
-            if (number + 1) * BLOCK <= _first_seen(frame, row, a[_A.window]):
-                continue
-            own = _block(frame, row, number, before, padded)
+            own, next_block = _block_of(asked, i, number, before)
             if many and own != keys:  # another sequence's
                 _sum_rows(size, False, places, many, keys, ahead, step, width, BLOCK)
                 many = 0
-            keys, ahead = own, _to_next(frame, row, number, before, padded)
-            places[many, 0] = a[_A.queries] + 4 * item * padded
-            places[many, 1] = frame[FRAME.scores] + 4 * (item * room + number * BLOCK)
+            keys, ahead = own, next_block
+            places[many, 0] = asked[i, _Q.query]
+            places[many, 1] = asked[i, _Q.scores] + 4 * number * BLOCK
             many += 1
         _sum_rows(size, False, places, many, keys, ahead, step, width, BLOCK)
 
 
 @njit
-def _soften(frame: Any, row: Any, s: Any, first: Any) -> None:
+def _soften(frame: Any, asked: Any, query: Any) -> None:
     """Softmax over the keys that a row sees, put into the order of its path first.
 
     So a node of a tree, a token of a block and the same token alone add up the same numbers in
     the same order.
     """
-    base, nodes = frame[FRAME.base + row], frame[FRAME.nodes + row]
+    row, first = asked[query, _Q.row], asked[query, _Q.first]
+    base, nodes = asked[query, _Q.base], asked[query, _Q.nodes]
+    s = _floats(asked[query, _Q.scores], frame[FRAME.keys])
     for i in range(nodes):  # each lies at or beyond where it goes, and they are in order
         s[base + i] = s[frame[FRAME.path + row * MAX_ROWS + i]]
     e = s[first : base + nodes]
@@ -715,38 +771,36 @@ def _soften(frame: Any, row: Any, s: Any, first: Any) -> None:
 
 
 @njit
-def _mix(a: Any, frame: Any, places: Any, kv: Any, start: Any, end: Any, blocks: Any) -> None:
+def _mix(
+    a: Any, frame: Any, asked: Any, places: Any, n: Any, before: Any, blocks: Any
+) -> None:  # fmt: skip
     """The values that some queries see, weighted, added in the order of the row's path."""
-    heads, padded, size, out = a[_A.heads], a[_A.padded], a[_A.size], a[_A.out]
-    group, room, step = heads // a[_A.kv_heads], frame[FRAME.keys], size * padded
-    before, behind = size * (a[_A.layer] * a[_A.kv_heads] + kv), size * padded * BLOCK
+    padded, size = a[_A.padded], a[_A.size]
+    step = size * padded
+    before += step * BLOCK  # values lie behind the keys
     for number in range(blocks):
         values, ahead, seen, many = 0, 0, 0, 0
-        for i in range(start, end):
-            row, head = i // group, kv * group + i % group
-            count = min(BLOCK, frame[FRAME.base + row] - number * BLOCK)
-            if count <= 0 or (number + 1) * BLOCK <= _first_seen(frame, row, a[_A.window]):
+        for i in range(n):
+            count = min(BLOCK, asked[i, _Q.base] - number * BLOCK)
+            if count <= 0 or number < asked[i, _Q.first_block]:
                 continue
-            own = _block(frame, row, number, before, padded) + behind
+            own, next_block = _block_of(asked, i, number, before)
             if many and (own != values or count != seen):
                 _sum_rows(size, True, places, many, values, ahead, step, seen, padded)
                 many = 0
-            values, seen = own, count
-            ahead = _to_next(frame, row, number, before, padded)
-            score = (row * heads + head) * room + number * BLOCK
-            places[many, 0] = frame[FRAME.scores] + 4 * score
-            places[many, 1] = out + 4 * (row * a[_A.stride] + head * padded)
+            values, seen, ahead = own, count, next_block
+            places[many, 0] = asked[i, _Q.scores] + 4 * number * BLOCK
+            places[many, 1] = asked[i, _Q.out]
             many += 1
         _sum_rows(size, True, places, many, values, ahead, step, seen, padded)
-    for i in range(start, end):
-        row, head = i // group, kv * group + i % group
-        score = (row * heads + head) * room + frame[FRAME.base + row]
-        places[0, 1] = out + 4 * (row * a[_A.stride] + head * padded)
-        for node in range(frame[FRAME.nodes + row]):
+    for i in range(n):
+        table, row = _ints(asked[i, _Q.table], blocks), asked[i, _Q.row]
+        for node in range(asked[i, _Q.nodes]):
             slot = frame[FRAME.path + row * MAX_ROWS + node]
-            value = _block(frame, row, slot // BLOCK, before, padded) + behind
-            places[0, 0] = frame[FRAME.scores] + 4 * (score + node)
-            _sum_rows(size, True, places, 1, value + step * (slot % BLOCK), 0, step, 1, padded)
+            value = table[slot // BLOCK] + before + step * (slot % BLOCK)
+            places[0, 0] = asked[i, _Q.scores] + 4 * (asked[i, _Q.base] + node)
+            places[0, 1] = asked[i, _Q.out]
+            _sum_rows(size, True, places, 1, value, 0, step, 1, padded)
 
 
 @kernel
@@ -758,13 +812,14 @@ def attend(arguments: Any, thread: Any, threads: Any) -> None:
     """
     a = _ints(arguments, _A.places)
     frame = _ints(a[0], FRAME.size)
-    heads, kv_heads, padded, room = a[_A.heads], a[_A.kv_heads], a[_A.padded], frame[FRAME.keys]
+    heads, kv_heads, padded = a[_A.heads], a[_A.kv_heads], a[_A.padded]
     rows, group = frame[FRAME.rows], heads // kv_heads
+    pair = a[_A.size] * BLOCK * 2 * padded  # of keys and values
     # With few rows a thread takes fewer, so that there is work for all.
     some = max(2, rows * heads // (3 * threads))
     some = min(QUERIES, some + some % 2)  # of three queries the sums leave registers idle
     parts = (rows * group + some - 1) // some
-    places = np.empty((QUERIES, 2), np.int64)
+    places, asked = np.empty((QUERIES, 2), np.int64), np.empty((QUERIES, _Q.size), np.int64)
     shares = min(threads, SHARES)
     for turn in range(shares):  # neighbours share a key head: its blocks are near then
         share = (thread + turn) % shares
@@ -775,20 +830,17 @@ def attend(arguments: Any, thread: Any, threads: Any) -> None:
             if ticket >= last:
                 break
             kv, start = ticket // parts, ticket % parts * some
-            end = min(rows * group, start + some)
-            blocks = 0
-            for row in range(start // group, (end - 1) // group + 1):
-                blocks = max(blocks, _last_slot(frame, row) // BLOCK + 1)
-            _compare(a, frame, places, kv, start, end, blocks)
-            for i in range(start, end):
-                row, head = i // group, kv * group + i % group
-                scores = _floats(frame[FRAME.scores] + 4 * (row * heads + head) * room, room)
-                _soften(frame, row, scores, _first_seen(frame, row, a[_A.window]))
+            n = min(rows * group - start, some)
+            blocks = _ask(a, frame, asked, kv, start, start + n)
+            before = pair * (a[_A.layer] * kv_heads + kv)
+            _compare(a, asked, places, n, before, blocks)
+            for i in range(n):
+                _soften(frame, asked, i)
                 # Each head has a place of its own, padding included.
-                found = _floats(a[_A.out] + 4 * (row * a[_A.stride] + head * padded), padded)
+                found = _floats(asked[i, _Q.out], padded)
                 for d in range(padded):
                     found[d] = float32(0.0)
-            _mix(a, frame, places, kv, start, end, blocks)
+            _mix(a, frame, asked, places, n, before, blocks)
 
 
 @kernel
@@ -799,10 +851,11 @@ def hand_heads(arguments: Any, thread: Any, threads: Any) -> None:
     source, stride, heads, width, padded, into = a[1], a[2], a[3], a[4], a[5], a[6:]
     start, end = _parts(into[0], thread, threads)
     y = np.zeros(4 * QUADS, np.float32)
-    for part in range(start, end):
-        at = part * len(y)
-        own = max(0, min(len(y), heads * width - at))
-        for row in range(rows):
+    for row in range(rows):
+        places = _places(row, rows, into)
+        for part in range(start, end):
+            at = part * len(y)
+            own = max(0, min(len(y), heads * width - at))
             if width == padded:
                 x = _floats(source + 4 * (row * stride + at), own)
                 for i in range(own):
@@ -813,7 +866,7 @@ def hand_heads(arguments: Any, thread: Any, threads: Any) -> None:
                     head = (at + i) // width
                     y[i] = x[head * padded + at + i - head * width]
             y[own:] = float32(0.0)
-            _hand_over(y, part, row, rows, into)
+            _hand_over(y, part, places)
 
 
 # ---- the whole pass ------------------------------------------------------------------------------
