@@ -180,8 +180,8 @@ class _Ops:
     def hand(self, x: Tensor) -> Tensor:
         return x
 
-    def swiglu(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, -1)
+    def swiglu(self, rows: Tensor, weight: nn.Linear) -> Tensor:
+        gate, up = self.linear(rows, weight).chunk(2, -1)
         return silu(gate) * up
 
     def tap(self, x: Tensor, index: int) -> None:

@@ -21,7 +21,7 @@ from outrider.models.native.llama import EagleWeights, Layer
 from outrider.models.native.model import NativeModel
 from outrider.models.native.recorder import Program, record_head
 from outrider.models.native.vector import BLOCK
-from outrider.models.native.weights import Kind, Linear, Weights, pack
+from outrider.models.native.weights import Linear, Weights, in_turns, pack
 from outrider.protocols import Asked
 
 __all__ = ["NativeHead"]
@@ -33,8 +33,7 @@ class NativeHead:
     Parameters
     ----------
     module
-        Its weights, packed in the target's precision; as there, the output matrix has eight bits
-        where the others have four.
+        Its weights, packed in the target's precision.
     target
         Whose embeddings it reads.
     """
@@ -52,8 +51,9 @@ class NativeHead:
         layer, d = module.midlayer, c.hidden
         at = layer.self_attn
 
-        def packed(*weights: Tensor, kind: Kind = target.weights.kind) -> Linear:
-            return pack(torch.cat([w.detach().float() for w in weights]), None, kind)
+        def packed(*weights: Tensor, gated: bool = False) -> Linear:
+            whole = torch.cat([w.detach().float() for w in weights])
+            return pack(in_turns(whole) if gated else whole, None, target.weights.kind)
 
         def norm(of: torch.nn.RMSNorm) -> Tensor:
             return of.weight.detach().float().contiguous()
@@ -64,10 +64,10 @@ class NativeHead:
             packed(*(w[:, :d] for w in qkv)),
             packed(at.o_proj.weight),
             norm(layer.post_attention_layernorm),
-            packed(layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight),
+            packed(layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight, gated=True),
             packed(layer.mlp.down_proj.weight),
         )
-        output = packed(module.lm_head.weight, kind=target.weights.kind)
+        output = packed(module.lm_head.weight)
         more = EagleWeights(
             packed(module.fc.weight),
             norm(layer.hidden_norm),

@@ -52,6 +52,7 @@ __all__ = [
     "MAX_ROWS",
     "SHARES",
     "SIGNED",
+    "SWIGLU",
     "Frame",
     "drive",
     "kernel",
@@ -212,24 +213,30 @@ def _parts(padded: Any, thread: Any, threads: Any) -> Any:
 
 
 @njit(inline="always")
-def _places(row: Any, rows: Any, a: Any) -> Any:
+def _mates(rows: Any, quantized: Any) -> Any:
+    """Rows of each block but the last where the coming layer's tiles read them."""
+    size = ROWS
+    if quantized:
+        size = NIBBLE_ROWS if quantized == SIGNED else BYTE_ROWS
+    return rows if rows <= size else _block_rows(rows, size)
+
+
+@njit(inline="always")
+def _places(row: Any, rows: Any, size: Any, a: Any) -> Any:
     """Where the tiles of a linear layer expect a row: next to its block-mates.
 
     Rows go in blocks of as many as a tile takes; within one, f32 [inputs, rows]
     (``quantized`` 0), or bytes [parts, rows, INPUT_STEP], with numbers for each part: with 128
     added, and the row's scale (1); or as they are, and its scale and the sums of both halves
     (``SIGNED``).
-    ``a``: the padded width, where rows and scales go, ``quantized``.
+    ``size``: as ``_mates`` says; ``a``: the padded width, where rows and scales go, ``quantized``.
 
     It tells where the first part goes and how much further each is; the same for its numbers, and
     how far apart these are; then ``quantized``. All in bytes.
     """
     padded, out, scales, quantized = a[0], a[1], a[2], a[3]
-    width, size = 4 * QUADS, ROWS
-    if quantized:
-        size = NIBBLE_ROWS if quantized == SIGNED else BYTE_ROWS
-    size = _block_rows(rows, size)
-    start = row // size * size
+    width = 4 * QUADS
+    start = 0 if rows == size else row // size * size
     mates, place = min(size, rows - start), row - start
     if quantized == 0:
         return out + 4 * (start * padded + place), 4 * width * mates, 0, 0, mates, quantized
@@ -264,37 +271,18 @@ def norm(arguments: Any, thread: Any, threads: Any) -> None:
     into, first = a[7:], frame[FRAME.first] if a[6] else 0
     rows = frame[FRAME.rows] - first
     start, end = _parts(into[0], thread, threads)
+    mates = _mates(rows, into[3])
     weight, y = _floats(weight_at, width), np.zeros(4 * QUADS, np.float32)
     for row in range(rows):
         x = _floats(source + 4 * (first + row) * stride, width)
         scale = float32(1.0) / np.sqrt(_sum_of_squares(x) / float32(width) + epsilon)
-        places = _places(row, rows, into)
+        places = _places(row, rows, mates, into)
         for part in range(start, end):
             at = part * len(y)
             own = min(len(y), width - at)
             for i in range(own):
                 y[i] = x[at + i] * scale * weight[at + i]
             y[own:] = float32(0.0)
-            _hand_over(y, part, places)
-
-
-@kernel
-def swiglu(arguments: Any, thread: Any, threads: Any) -> None:
-    """silu(gate) · up, with gate and up side by side in each row."""
-    a = _ints(arguments, 8)
-    rows = _ints(a[0], FRAME.size)[FRAME.rows]
-    stride, width, into = a[2], a[3], a[4:]
-    start, end = _parts(into[0], thread, threads)
-    y = np.zeros(4 * QUADS, np.float32)
-    for row in range(rows):
-        places = _places(row, rows, into)
-        for part in range(start, end):
-            at = part * len(y)
-            own = min(len(y), width - at)
-            gate = a[1] + 4 * (row * stride + at)
-            if own > 0:
-                silu(gate, gate + 4 * width, y.ctypes.data, own)
-            y[max(0, own) :] = float32(0.0)
             _hand_over(y, part, places)
 
 
@@ -306,12 +294,13 @@ def lift(arguments: Any, thread: Any, threads: Any) -> None:
     source, weight_at, width, pieces, stride, into = a[1], a[2], a[3], a[5], a[6], a[7:]
     epsilon = _floats(a[4], 1)[0]
     start, end = _parts(into[0], thread, threads)
+    mates = _mates(rows, into[3])
     weight, y = _floats(weight_at, width), np.zeros(4 * QUADS, np.float32)
     ones = np.ones(4 * QUADS, np.float32)
     for row in range(rows):
         x = _floats(source + 4 * row * width, width)
         scale = float32(1.0) / np.sqrt(_sum_of_squares(x) / float32(width) + epsilon)
-        places = _places(row, rows, into)
+        places = _places(row, rows, mates, into)
         for part in range(start, end):
             at = part * len(y)
             own = min(len(y), width - at)
@@ -434,8 +423,12 @@ def _tile(kind: str) -> Any:
     return _compiled(many, kind)
 
 
-def _linear(kind: str) -> Any:
-    """The work of a linear layer, for weights of a kind."""
+def _linear(kind: str, gated: bool = False) -> Any:
+    """The work of a linear layer, for weights of a kind.
+
+    ``gated``: its channels are INPUT_STEP of a gate, then as many of what it lets through, and so
+    on; silu(gate) · up is handed to the next layer, without a way through memory.
+    """
     tile = _tile(kind)
     row_bytes, weight_bits = {
         "int4": (1, 4), "int8": (1, 8), "bfloat16": (4, 16), "float32": (4, 32)
@@ -444,12 +437,22 @@ def _linear(kind: str) -> Any:
     # Of weights in four bits half a block has a scale, and of rows that meet them both have a sum.
     halves, numbers = (2, 3) if kind == "int4" else (1, 1)
     most = {"int4": NIBBLE_ROWS, "int8": BYTE_ROWS}.get(kind, ROWS)
+    wide, step = GROUPS * LANES, 4 * QUADS
+    unit = 2 * step // wide if gated else 1
+
+    @njit
+    def hand_on(own: Any, part: Any, rows: Any, into: Any) -> None:
+        y, mates = np.empty(step, np.float32), _mates(rows, into[3])
+        for row in range(rows):
+            gate = own.ctypes.data + 4 * row * 2 * step
+            silu(gate, gate + 4 * step, y.ctypes.data, step)
+            _hand_over(y, part, _places(row, rows, mates, into))
 
     def work(arguments: Any, thread: Any, threads: Any) -> None:
         # Threads draw portions, since a machine that does something else besides would otherwise
         # keep all of them waiting for the slowest: first of a stretch of the weights that is
         # their own, as memory likes best, then of what others have left.
-        a = _ints(arguments, 13)
+        a = _ints(arguments, 17)
         frame = _ints(a[0], FRAME.size)
         x, row_scales, w, init, scales, bias = a[1], a[2], a[3], a[4], a[5], a[6]
         out, inputs, outputs, add, head, number = a[7], a[8], a[9], a[10], a[11], a[12]
@@ -457,35 +460,42 @@ def _linear(kind: str) -> Any:
         if head:
             rows -= frame[FRAME.first]
             out = frame[FRAME.logits]
-        size, wide, blocks = _block_rows(rows, most), GROUPS * LANES, inputs // together
-        tiles, shares = outputs // wide, min(threads, SHARES)
-        portion = max(1, min(_PORTION, tiles // (8 * threads)))
+        size, blocks = _block_rows(rows, most), inputs // together
+        units, shares, stride = outputs // (unit * wide), min(threads, SHARES), 4 * outputs
+        own = np.empty((rows if gated else 0, 2 * step), np.float32)
+        if gated:
+            out, stride = own.ctypes.data, 4 * 2 * step
+        portion = max(1, min(_PORTION // unit, units // (8 * threads)))
         for turn in range(shares):
             share = (thread + turn) % shares
-            first, last = tiles * share // shares, tiles * (share + 1) // shares
+            first, last = units * share // shares, units * (share + 1) // shares
             counter = frame[FRAME.counters] + 8 * (SHARES * number + share)
             while True:
                 start = first + next_ticket(counter) * portion
                 if start >= last:
                     break
-                for t in range(start, min(last, start + portion)):
-                    scaled = 2 * wide * t * blocks * halves
-                    for row in range(0, rows, size):
-                        tile(
-                            min(size, rows - row),
-                            x + row * inputs * row_bytes,
-                            w + t * wide * inputs * weight_bits // 8,
-                            blocks,
-                            init + scaled,
-                            scales + scaled,
-                            bias + 4 * wide * t,
-                            row_scales + 4 * row * blocks * numbers,
-                            out + 4 * (row * outputs + wide * t),
-                            4 * outputs,
-                            add,
-                        )
+                for u in range(start, min(last, start + portion)):
+                    for t in range(u * unit, (u + 1) * unit):
+                        scaled = 2 * wide * t * blocks * halves
+                        column = 4 * wide * (t % unit if gated else t)
+                        for row in range(0, rows, size):
+                            tile(
+                                min(size, rows - row),
+                                x + row * inputs * row_bytes,
+                                w + t * wide * inputs * weight_bits // 8,
+                                blocks,
+                                init + scaled,
+                                scales + scaled,
+                                bias + 4 * wide * t,
+                                row_scales + 4 * row * blocks * numbers,
+                                out + row * stride + column,
+                                stride,
+                                add,
+                            )
+                    if gated:
+                        hand_on(own, u, rows, a[13:])
 
-    return _compiled(work, kind)
+    return _compiled(work, f"{kind}_gated" if gated else kind)
 
 
 _int4, _int8 = _linear("int4"), _linear("int8")
@@ -516,11 +526,45 @@ def linear_float32(arguments: Any, thread: Any, threads: Any) -> None:
     _float32(arguments, thread, threads)
 
 
+_gated_int4, _gated_int8 = _linear("int4", gated=True), _linear("int8", gated=True)
+_gated_bfloat16, _gated_float32 = (_linear(kind, gated=True) for kind in ("bfloat16", "float32"))
+
+
+@kernel
+def swiglu_int4(arguments: Any, thread: Any, threads: Any) -> None:
+    """silu(gate) · up, of gates and ups as ``linear_int4`` makes them."""
+    _gated_int4(arguments, thread, threads)
+
+
+@kernel
+def swiglu_int8(arguments: Any, thread: Any, threads: Any) -> None:
+    """As ``linear_int8`` makes them."""
+    _gated_int8(arguments, thread, threads)
+
+
+@kernel
+def swiglu_bfloat16(arguments: Any, thread: Any, threads: Any) -> None:
+    """As ``linear_bfloat16`` makes them."""
+    _gated_bfloat16(arguments, thread, threads)
+
+
+@kernel
+def swiglu_float32(arguments: Any, thread: Any, threads: Any) -> None:
+    """As ``linear_float32`` makes them."""
+    _gated_float32(arguments, thread, threads)
+
+
 LINEAR = {
     "int4": linear_int4,
     "int8": linear_int8,
     "bfloat16": linear_bfloat16,
     "float32": linear_float32,
+}
+SWIGLU = {
+    "int4": swiglu_int4,
+    "int8": swiglu_int8,
+    "bfloat16": swiglu_bfloat16,
+    "float32": swiglu_float32,
 }
 
 
@@ -850,9 +894,10 @@ def hand_heads(arguments: Any, thread: Any, threads: Any) -> None:
     rows = _ints(a[0], FRAME.size)[FRAME.rows]
     source, stride, heads, width, padded, into = a[1], a[2], a[3], a[4], a[5], a[6:]
     start, end = _parts(into[0], thread, threads)
+    mates = _mates(rows, into[3])
     y = np.zeros(4 * QUADS, np.float32)
     for row in range(rows):
-        places = _places(row, rows, into)
+        places = _places(row, rows, mates, into)
         for part in range(start, end):
             at = part * len(y)
             own = max(0, min(len(y), heads * width - at))

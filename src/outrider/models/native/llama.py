@@ -84,8 +84,8 @@ class Ops(Protocol[X, Rows, M]):
         """Rows as they are, without a norm."""
         ...
 
-    def swiglu(self, gate_up: X) -> Rows:
-        """silu(gate) · up."""
+    def swiglu(self, rows: Rows, weight: M) -> Rows:
+        """silu(gate) · up, both out of rows · Wᵀ + bias."""
         ...
 
     def tap(self, x: X, index: int) -> None:
@@ -99,8 +99,8 @@ def decoder(ops: Ops[X, Rows, M], w: Llama[M], x: X, layers: Sequence[int] | Non
         layer = w.layers[i]
         qkv = ops.linear(ops.norm(x, layer.attention_norm), layer.qkv)
         x = ops.add_linear(x, ops.attention(qkv, i, layer), layer.o)
-        gate_up = ops.linear(ops.norm(x, layer.mlp_norm), layer.gate_up)
-        x = ops.add_linear(x, ops.swiglu(gate_up), layer.down)
+        gated = ops.swiglu(ops.norm(x, layer.mlp_norm), layer.gate_up)
+        x = ops.add_linear(x, gated, layer.down)
         ops.tap(x, i)
     return x
 
@@ -124,5 +124,5 @@ def eagle(
     qkv = ops.linear(ops.norm(e, layer.attention_norm), layer.qkv)
     qkv = ops.add_linear(qkv, ops.norm(g, more.hidden_norm), more.hidden_qkv)
     x = ops.add_linear(g, ops.attention(qkv, 0, layer), layer.o)
-    gate_up = ops.linear(ops.norm(x, layer.mlp_norm), layer.gate_up)
-    return ops.add_linear(x, ops.swiglu(gate_up), layer.down)
+    gated = ops.swiglu(ops.norm(x, layer.mlp_norm), layer.gate_up)
+    return ops.add_linear(x, gated, layer.down)

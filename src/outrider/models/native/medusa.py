@@ -23,15 +23,15 @@ class _Heads(Steps):
     def lift(self, x: Tensor, weight: Tensor, pieces: Tensor) -> Rows:
         width = len(weight)
         places = (weight.data_ptr(), width, self.epsilon, pieces.data_ptr(), pieces.shape[1])
-        self._step(lift, x.data_ptr(), *places, padded_inputs(width), *self._rows())
+        self._step(lift, x.data_ptr(), *places, *self._into(width))
         return self.rows
 
     def record(self, norm: Tensor, blocks: Linear, head: Linear) -> Program:
         """The pass, for hidden states in ``hidden``."""
         self.held += [norm, blocks, head]
         hidden, pieces = self.buffer(len(norm)), self.buffer(blocks.padded_outputs)
-        self._linear(self.norm(hidden, norm), blocks, pieces.data_ptr(), add=False, head=False)
-        self._linear(self.lift(hidden, norm, pieces), head, 0, add=False, head=True)
+        self._linear(self.norm(hidden, norm), blocks, pieces.data_ptr())
+        self._linear(self.lift(hidden, norm, pieces), head, 0, head=True)
         steps = self.steps
         return Program(steps, len(steps), self.frame, hidden, self.held)
 

@@ -23,6 +23,7 @@ from outrider.models.native.kernels import (
     MAX_ROWS,
     SHARES,
     SIGNED,
+    SWIGLU,
     Kernel,
     attend,
     hand_heads,
@@ -30,7 +31,6 @@ from outrider.models.native.kernels import (
     look_up_int8,
     norm,
     remember,
-    swiglu,
     tap,
 )
 from outrider.models.native.llama import EagleWeights, decoder, eagle, head
@@ -120,15 +120,19 @@ class Steps:
         self.frame = np.zeros(FRAME.size, np.int64)
         self.steps: list[tuple[Kernel, list[int]]] = []
         self.held: list[object] = [self.frame]
-        # Rows for the coming linear layer; no two are needed at once.
-        values = self.buffer(widest) if kind != "int8" else self._bytes(widest)
-        self.rows = Rows(values, self.buffer(3 * (widest // INPUT_STEP)))
+        # Rows for the coming linear layer; no two are needed at once, but where one layer makes
+        # them of others.
+        self.rows, self.gated = self._room(widest), self._room(widest)
         self.epsilon = self._number(epsilon)
 
     def buffer(self, width: int) -> Tensor:
         """Room for MAX_ROWS rows."""
         self.held.append(made := torch.zeros(MAX_ROWS, width))
         return made
+
+    def _room(self, width: int) -> Rows:
+        values = self.buffer(width) if self.kind != "int8" else self._bytes(width)
+        return Rows(values, self.buffer(3 * (width // INPUT_STEP)))
 
     def _bytes(self, width: int) -> Tensor:
         self.held.append(made := torch.zeros(MAX_ROWS, width, dtype=torch.uint8))
@@ -141,23 +145,36 @@ class Steps:
     def _step(self, kernel: Kernel, *arguments: int) -> None:
         self.steps.append((kernel, [self.frame.ctypes.data, *arguments]))
 
-    def _rows(self) -> tuple[int, int, int]:
-        return self.rows.values.data_ptr(), self.rows.scales.data_ptr(), int(self.kind == "int8")
+    def _into(self, width: int, rows: Rows | None = None) -> tuple[int, int, int, int]:
+        """What a step is told of the rows that it makes for a linear layer."""
+        rows = rows or self.rows
+        places = rows.values.data_ptr(), rows.scales.data_ptr()
+        return (padded_inputs(width), *places, int(self.kind == "int8"))
 
     def norm(self, x: Tensor, weight: Tensor, *, head: bool = False) -> Rows:
         """RMS norm; with ``head``, of the rows alone whose logits are wanted."""
         width = len(weight)
-        into = (width, self.epsilon, int(head), padded_inputs(width), *self._rows())
+        into = (width, self.epsilon, int(head), *self._into(width))
         self._step(norm, x.data_ptr(), x.shape[1], weight.data_ptr(), *into)
         return self.rows
 
-    def _linear(self, rows: Rows, w: Linear, out: int, add: bool, head: bool) -> None:
+    def _linear(
+        self,
+        rows: Rows,
+        w: Linear,
+        out: int,
+        *,
+        add: bool = False,
+        head: bool = False,
+        gated: tuple[int, ...] = (),
+    ) -> None:
         if w.kind == "int4":  # the step before hands it its rows, and is told how
             _, arguments = self.steps[-1]
             arguments[arguments.index(rows.scales.data_ptr()) + 1] = SIGNED
         parts = (rows.values, rows.scales, w.weight, w.sums, w.scales, w.bias)
         sizes = (w.padded_inputs, w.padded_outputs, int(add), int(head), len(self.steps))
-        self._step(LINEAR[w.kind], *(part.data_ptr() for part in parts), out, *sizes)
+        kernel, into = (SWIGLU if gated else LINEAR)[w.kind], gated or (0, 0, 0, 0)
+        self._step(kernel, *(part.data_ptr() for part in parts), out, *sizes, *into)
 
 
 class _Recorder(Steps):
@@ -183,7 +200,6 @@ class _Recorder(Steps):
         self.queries = self.buffer(a.heads * self.width)
         self.mixed = self.buffer(a.heads * self.width)
         self.qkv = self.buffer(first.qkv.padded_outputs)
-        self.gate_up = self.buffer(first.gate_up.padded_outputs)
         self.tapped = self.buffer(len(taps) * a.hidden)
         self.query_scale = self._number(a.head_dim**-0.5)
 
@@ -205,12 +221,11 @@ class _Recorder(Steps):
         return into
 
     def linear(self, rows: Rows, weight: Linear, *, head: bool = False) -> Tensor:
-        out = self.qkv if weight.padded_outputs == self.qkv.shape[1] else self.gate_up
-        self._linear(rows, weight, 0 if head else out.data_ptr(), add=False, head=head)
-        return out
+        self._linear(rows, weight, 0 if head else self.qkv.data_ptr(), head=head)
+        return self.qkv
 
     def add_linear(self, x: Tensor, rows: Rows, weight: Linear) -> Tensor:
-        self._linear(rows, weight, x.data_ptr(), add=True, head=False)
+        self._linear(rows, weight, x.data_ptr(), add=True)
         return x
 
     def attention(self, qkv: Tensor, index: int, layer: Layer) -> Rows:
@@ -225,22 +240,18 @@ class _Recorder(Steps):
         window, mixed, here = a.windows[index], self.mixed, self.mixed.data_ptr()
         seen = (window, len(self.steps), self.cached)
         self._step(attend, queries, *heads, index, *seen, here, mixed.shape[1])
-        sizes = (mixed.shape[1], a.heads, a.head_dim, self.width, layer.o.padded_inputs)
-        self._step(hand_heads, here, *sizes, *self._rows())
+        sizes = (mixed.shape[1], a.heads, a.head_dim, self.width)
+        self._step(hand_heads, here, *sizes, *self._into(a.heads * a.head_dim))
         return self.rows
 
-    def swiglu(self, gate_up: Tensor) -> Rows:
-        width = self.a.intermediate
-        sizes = (gate_up.shape[1], width, padded_inputs(width))
-        self._step(swiglu, gate_up.data_ptr(), *sizes, *self._rows())
-        return self.rows
+    def swiglu(self, rows: Rows, weight: Linear) -> Rows:
+        self._linear(rows, weight, 0, gated=self._into(self.a.intermediate, self.gated))
+        return self.gated
 
     def hand(self, x: Tensor) -> Rows:
         """Rows as they are, without a norm."""
         width = x.shape[1]
-        self._step(
-            hand_heads, x.data_ptr(), width, 1, width, width, padded_inputs(width), *self._rows()
-        )
+        self._step(hand_heads, x.data_ptr(), width, 1, width, width, *self._into(width))
         return self.rows
 
     def tap(self, x: Tensor, index: int) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar
 
 import torch
-from jaxtyping import Float, Float16, Int16, UInt8
+from jaxtyping import Float, Float16, Int16, Shaped, UInt8
 from torch import Tensor
 
 from outrider.errors import ModelFileError
@@ -25,6 +25,7 @@ __all__ = [
     "Read",
     "Weights",
     "collect",
+    "in_turns",
     "layout",
     "pack",
     "pack_nibbles",
@@ -207,7 +208,7 @@ def _state(prefix: str, part: Any) -> Iterator[tuple[str, Tensor]]:
 
 def layout(kind: Kind) -> str:
     """What a packed copy depends on besides its source: another machine's may not fit here."""
-    return f"6-{kind}-{LANES}-{DOT if kind in ('int4', 'int8') else ''}"
+    return f"7-{kind}-{LANES}-{DOT if kind in ('int4', 'int8') else ''}"
 
 
 def quantize(weight: Float[Tensor, "N K"], bound_pairs: bool) -> tuple[Tensor, Tensor]:
@@ -230,6 +231,17 @@ def quantize(weight: Float[Tensor, "N K"], bound_pairs: bool) -> tuple[Tensor, T
     # subnormal, by a part of its smallest step.
     scales = (most / 127 * (1 + 2**-10) + 2**-25).clamp_min(2**-24).half()
     return (blocks / scales.float()[..., None]).round_().to(torch.int8).flatten(1), scales
+
+
+def in_turns(gate_up: Shaped[Tensor, "N *K"]) -> Shaped[Tensor, "M *K"]:
+    """Rows of a gate and of what it lets through, INPUT_STEP of one and then of the other.
+
+    So whatever computes them in order has both at hand. Each is padded with zeros to a multiple.
+    """
+    gate, up = gate_up.chunk(2)
+    more = gate.new_zeros(-len(gate) % INPUT_STEP, *gate.shape[1:])
+    both = [torch.cat([part, more]).view(-1, INPUT_STEP, *part.shape[1:]) for part in (gate, up)]
+    return torch.stack(both, dim=1).flatten(0, 2)
 
 
 def pack_nibbles(made: Nibbles, bias: Tensor | None) -> Linear:
@@ -386,6 +398,9 @@ def read_weights(
         return values.bfloat16() if embeds else values.contiguous()
 
     def matrix(weight: Tensor, bias: Tensor | None, names: Sequence[str]) -> Linear:
+        gated = any("gate_proj" in name for name in names)
+        if gated:
+            weight, bias = in_turns(weight), None if bias is None else in_turns(bias)
         if kind != "int4" or not names:
             return pack(weight, bias, "int8" if kind == "int4" else kind)
         if nibbles is None:
@@ -394,7 +409,8 @@ def read_weights(
         if len(found) < len(names):
             return pack(weight, bias, "int8")
         parts = zip(*((made.q, made.scales, made.least) for made in found), strict=True)
-        return pack_nibbles(Nibbles(*map(torch.cat, parts)), bias)
+        whole = map(torch.cat, parts)
+        return pack_nibbles(Nibbles(*(map(in_turns, whole) if gated else whole)), bias)
 
     made = collect(read, a, matrix, vector)
     return Weights(made.layers, made.norm, made.head, made.embedding)
