@@ -23,7 +23,7 @@ from outrider.models.native.kernels import FRAME, MAX_ROWS, hand_heads
 from outrider.models.native.load import _pack, dtype_for
 from outrider.models.native.recorder import Program, Steps
 from outrider.models.native.source import GgufSource, nibbles_of
-from outrider.models.native.weights import INPUT_STEP, Linear, Nibbles, pack, pack_nibbles
+from outrider.models.native.weights import INPUT_STEP, Linear, Nibbles, in_turns, pack, pack_nibbles
 from tests.small_models import new_module
 from tests.unit.test_memory import write_gguf
 
@@ -54,8 +54,8 @@ def product(packed: Linear, rows: Tensor) -> Tensor:
     ops = Steps("int8", width, 1e-5)
     x, out = ops.buffer(width), ops.buffer(packed.padded_outputs)
     x[: len(rows), : rows.shape[1]] = rows
-    ops._step(hand_heads, x.data_ptr(), width, 1, width, width, width, *ops._rows())
-    ops._linear(ops.rows, packed, out.data_ptr(), add=False, head=False)
+    ops._step(hand_heads, x.data_ptr(), width, 1, width, width, *ops._into(width))
+    ops._linear(ops.rows, packed, out.data_ptr())
     program = Program(ops.steps, len(ops.steps), ops.frame, x, ops.held)
     program.frame[FRAME.rows] = len(rows)
     program.run(logits=False)
@@ -185,6 +185,18 @@ def test_a_matrix_of_which_all_parts_have_four_bits_keeps_them():
         [product(pack_nibbles(made, None), rows) for made in source._made.values()], 1
     )
     assert torch.equal(product(first.qkv, rows), parts)
+
+
+@pytest.mark.parametrize("width", [20, 64, 100, 128])
+def test_gates_and_what_they_let_through_come_in_turns(width):
+    gate, up = torch.arange(1.0, width + 1), -torch.arange(1.0, width + 1)
+    for more in ((), (3,)):  # a bias, and a matrix
+        both = torch.cat([gate, up]).view(-1, *(1 for _ in more)).expand(-1, *more)
+        turns = in_turns(both).view(-1, 2, INPUT_STEP, *more)
+        for side, values in enumerate((gate, up)):
+            found = turns[:, side].flatten(0, 1).reshape(len(turns) * INPUT_STEP, -1)[:, 0]
+            assert torch.equal(found[:width], values)
+            assert not found[width:].any()
 
 
 def test_what_an_adapter_changes_has_eight():
