@@ -40,7 +40,7 @@ from benchmarks.conditions import (
 )
 from outrider.models.native.arena import arena
 from outrider.models.native.emit import LANES
-from outrider.models.native.kernels import BYTE_ROWS, FRAME, LINEAR, MAX_ROWS, SHARES
+from outrider.models.native.kernels import BYTE_ROWS, FRAME, LINEAR, MAX_ROWS, SHARES, UNGATED
 from outrider.models.native.team import team
 from outrider.models.native.vector import DOT, GROUPS, QUADS
 from outrider.models.native.weights import INPUT_STEP, Kind, Linear, pack
@@ -123,7 +123,7 @@ class Native:
             weight, scales, sums, bias = (self._held[f"{i}.{p}"] for p in parts)
             tensors = (self.rows, self.row_scales, weight, sums, scales, bias, self.out)
             places = [t.data_ptr() for t in tensors]
-            step = [self._frame.ctypes.data, *places, inputs, outputs, 0, 0, i]
+            step = [self._frame.ctypes.data, *places, inputs, outputs, 0, 0, i, *UNGATED]
             self._arguments.append(np.array(step, np.int64))
         self._team = team()
         functions = (self._team.barrier, self._team.thread_number, self._team.team_size)

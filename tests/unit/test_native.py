@@ -43,7 +43,7 @@ from outrider.models.native import load as loading
 from outrider.models.native import recorder, weights
 from outrider.models.native.cache import NativeCache, Shape
 from outrider.models.native.emit import LANES
-from outrider.models.native.kernels import BYTE_ROWS, FRAME, LINEAR, MAX_ROWS, hand_heads
+from outrider.models.native.kernels import BYTE_ROWS, FRAME, LINEAR, MAX_ROWS, UNGATED, hand_heads
 from outrider.models.native.model import NativeModel
 from outrider.models.native.recorder import Program
 from outrider.models.native.vector import BLOCK, DOT, exponentials, float_to_bits, silu
@@ -368,7 +368,7 @@ def run_linear(
     handed = (source.data_ptr(), width, 1, width, width, width, values.data_ptr())
     steps = [
         (hand_heads, [at, *handed, scales.data_ptr(), 1]),
-        (LINEAR["int8"], [at, *(part.data_ptr() for part in parts), *sizes]),
+        (LINEAR["int8"], [at, *(part.data_ptr() for part in parts), *sizes, *UNGATED]),
     ]
     Program(steps, 2, frame, source, [parts]).run(logits=True)
     # Rows lie in groups, within one next to each other: [blocks, rows, INPUT_STEP].

@@ -52,7 +52,7 @@ __all__ = [
     "MAX_ROWS",
     "SHARES",
     "SIGNED",
-    "SWIGLU",
+    "UNGATED",
     "Frame",
     "drive",
     "kernel",
@@ -70,6 +70,8 @@ BYTE_ROWS, NIBBLE_ROWS = (
 """Rows that a tile takes at most, where they are bytes."""
 SIGNED = 2
 """How rows are handed to a layer whose weights have four bits."""
+UNGATED = (0, 0, 0, 0)
+"""The last arguments of a linear layer that makes no rows for the next one."""
 
 
 class Frame(NamedTuple):
@@ -423,11 +425,11 @@ def _tile(kind: str) -> Any:
     return _compiled(many, kind)
 
 
-def _linear(kind: str, gated: bool = False) -> Any:
+def _linear(kind: str) -> Any:
     """The work of a linear layer, for weights of a kind.
 
-    ``gated``: its channels are INPUT_STEP of a gate, then as many of what it lets through, and so
-    on; silu(gate) · up is handed to the next layer, without a way through memory.
+    Where it is told of rows for the next layer, its channels are INPUT_STEP of a gate, then as many
+    of what that lets through, and so on: silu(gate) · up is handed on, and not kept in memory.
     """
     tile = _tile(kind)
     row_bytes, weight_bits = {
@@ -438,7 +440,6 @@ def _linear(kind: str, gated: bool = False) -> Any:
     halves, numbers = (2, 3) if kind == "int4" else (1, 1)
     most = {"int4": NIBBLE_ROWS, "int8": BYTE_ROWS}.get(kind, ROWS)
     wide, step = GROUPS * LANES, 4 * QUADS
-    unit = 2 * step // wide if gated else 1
 
     @njit
     def hand_on(own: Any, part: Any, rows: Any, into: Any) -> None:
@@ -460,7 +461,8 @@ def _linear(kind: str, gated: bool = False) -> Any:
         if head:
             rows -= frame[FRAME.first]
             out = frame[FRAME.logits]
-        size, blocks = _block_rows(rows, most), inputs // together
+        size, blocks, gated = _block_rows(rows, most), inputs // together, a[13] > 0
+        unit = 2 * step // wide if gated else 1
         units, shares, stride = outputs // (unit * wide), min(threads, SHARES), 4 * outputs
         own = np.empty((rows if gated else 0, 2 * step), np.float32)
         if gated:
@@ -477,7 +479,7 @@ def _linear(kind: str, gated: bool = False) -> Any:
                 for u in range(start, min(last, start + portion)):
                     for t in range(u * unit, (u + 1) * unit):
                         scaled = 2 * wide * t * blocks * halves
-                        column = 4 * wide * (t % unit if gated else t)
+                        column = 4 * wide * (t - u * unit if gated else t)
                         for row in range(0, rows, size):
                             tile(
                                 min(size, rows - row),
@@ -495,7 +497,7 @@ def _linear(kind: str, gated: bool = False) -> Any:
                     if gated:
                         hand_on(own, u, rows, a[13:])
 
-    return _compiled(work, f"{kind}_gated" if gated else kind)
+    return _compiled(work, kind)
 
 
 _int4, _int8 = _linear("int4"), _linear("int8")
@@ -526,47 +528,12 @@ def linear_float32(arguments: Any, thread: Any, threads: Any) -> None:
     _float32(arguments, thread, threads)
 
 
-_gated_int4, _gated_int8 = _linear("int4", gated=True), _linear("int8", gated=True)
-_gated_bfloat16, _gated_float32 = (_linear(kind, gated=True) for kind in ("bfloat16", "float32"))
-
-
-@kernel
-def swiglu_int4(arguments: Any, thread: Any, threads: Any) -> None:
-    """silu(gate) · up, of gates and ups as ``linear_int4`` makes them."""
-    _gated_int4(arguments, thread, threads)
-
-
-@kernel
-def swiglu_int8(arguments: Any, thread: Any, threads: Any) -> None:
-    """As ``linear_int8`` makes them."""
-    _gated_int8(arguments, thread, threads)
-
-
-@kernel
-def swiglu_bfloat16(arguments: Any, thread: Any, threads: Any) -> None:
-    """As ``linear_bfloat16`` makes them."""
-    _gated_bfloat16(arguments, thread, threads)
-
-
-@kernel
-def swiglu_float32(arguments: Any, thread: Any, threads: Any) -> None:
-    """As ``linear_float32`` makes them."""
-    _gated_float32(arguments, thread, threads)
-
-
 LINEAR = {
     "int4": linear_int4,
     "int8": linear_int8,
     "bfloat16": linear_bfloat16,
     "float32": linear_float32,
 }
-SWIGLU = {
-    "int4": swiglu_int4,
-    "int8": swiglu_int8,
-    "bfloat16": swiglu_bfloat16,
-    "float32": swiglu_float32,
-}
-
 
 # ---- attention -----------------------------------------------------------------------------------
 
@@ -738,12 +705,12 @@ _Q = _Asked()
 
 
 @njit
-def _ask(a: Any, frame: Any, asked: Any, kv: Any, start: Any, end: Any) -> Any:
+def _ask(a: Any, frame: Any, asked: Any, kv: Any, start: Any, n: Any) -> Any:
     """Fill in ``asked`` for some queries of a key head; how many blocks they see."""
     heads, padded = a[_A.heads], a[_A.padded]
     group, blocks = heads // a[_A.kv_heads], 0
     row, head = start // group, start % group
-    for i in range(end - start):
+    for i in range(n):
         base, nodes = frame[FRAME.base + row], frame[FRAME.nodes + row]
         first, item = _first_seen(frame, row, a[_A.window]), kv * group + head
         asked[i, _Q.query] = a[_A.queries] + 4 * (row * heads + item) * padded
@@ -815,9 +782,7 @@ def _soften(frame: Any, asked: Any, query: Any) -> None:
 
 
 @njit
-def _mix(
-    a: Any, frame: Any, asked: Any, places: Any, n: Any, before: Any, blocks: Any
-) -> None:  # fmt: skip
+def _mix(a: Any, frame: Any, asked: Any, places: Any, n: Any, before: Any, blocks: Any) -> None:
     """The values that some queries see, weighted, added in the order of the row's path."""
     padded, size = a[_A.padded], a[_A.size]
     step = size * padded
@@ -875,7 +840,7 @@ def attend(arguments: Any, thread: Any, threads: Any) -> None:
                 break
             kv, start = ticket // parts, ticket % parts * some
             n = min(rows * group - start, some)
-            blocks = _ask(a, frame, asked, kv, start, start + n)
+            blocks = _ask(a, frame, asked, kv, start, n)
             before = pair * (a[_A.layer] * kv_heads + kv)
             _compare(a, asked, places, n, before, blocks)
             for i in range(n):

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.models.native.kernels import BYTE_ROWS, FRAME, LINEAR, SHARES, Kernel
+from outrider.models.native.kernels import BYTE_ROWS, FRAME, LINEAR, SHARES, UNGATED, Kernel
 from outrider.models.native.team import team
 from outrider.models.native.vector import QUADS
 from outrider.models.native.weights import INPUT_STEP, Linear, pack
@@ -37,7 +37,7 @@ def multiply(w: Linear, rows: Tensor, scales: Tensor) -> Tensor:
     out = torch.zeros(n, w.padded_outputs)
     parts = (fed, worth, w.weight, w.sums, w.scales, w.bias, out)
     numbers = [frame.ctypes.data, *(part.data_ptr() for part in parts)]
-    arguments = np.array([*numbers, width, w.padded_outputs, 0, 0, 0], np.int64)
+    arguments = np.array([*numbers, width, w.padded_outputs, 0, 0, 0, *UNGATED], np.int64)
     kernel: Kernel = LINEAR["int8"]
     step = (kernel.address, arguments.ctypes.data)
     crew = team()

@@ -23,7 +23,7 @@ from outrider.models.native.kernels import (
     MAX_ROWS,
     SHARES,
     SIGNED,
-    SWIGLU,
+    UNGATED,
     Kernel,
     attend,
     hand_heads,
@@ -166,15 +166,14 @@ class Steps:
         *,
         add: bool = False,
         head: bool = False,
-        gated: tuple[int, ...] = (),
+        gated: tuple[int, ...] = UNGATED,
     ) -> None:
         if w.kind == "int4":  # the step before hands it its rows, and is told how
             _, arguments = self.steps[-1]
             arguments[arguments.index(rows.scales.data_ptr()) + 1] = SIGNED
         parts = (rows.values, rows.scales, w.weight, w.sums, w.scales, w.bias)
         sizes = (w.padded_inputs, w.padded_outputs, int(add), int(head), len(self.steps))
-        kernel, into = (SWIGLU if gated else LINEAR)[w.kind], gated or (0, 0, 0, 0)
-        self._step(kernel, *(part.data_ptr() for part in parts), out, *sizes, *into)
+        self._step(LINEAR[w.kind], *(part.data_ptr() for part in parts), out, *sizes, *gated)
 
 
 class _Recorder(Steps):
