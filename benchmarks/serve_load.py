@@ -2,7 +2,7 @@
 
     .venv/bin/python -m benchmarks.serve_load [--url URL | --target T --drafter D]
         [--clients 1,4,8,16] [--requests 4] [--max-tokens 64] [--repeats 3]
-        [--temperature 0] [--json FILE]
+        [--ways off,fixed,auto] [--temperature 0] [--json FILE]
 
 A server is started on the loopback address, or one that runs is taken. For each number of clients,
 each of them sends its requests one after the other, streamed, in three ways: ``off`` (plain
@@ -10,7 +10,9 @@ decoding), ``fixed`` (drafts of ``--fixed`` tokens whatever the load) and ``auto
 does by itself: drafts shrink where others wait for the same pass). The ways take turns within every
 repeat, in another order each time, so that a drift of the machine's speed falls on all.
 
-Throughput is tokens of a turn over its seconds, the median over the repeats. Times are over all
+Throughput is tokens of a turn over its seconds, the median over the repeats; "against off" is the
+median over the repeats of what a turn came to beside the turn without drafts of the same repeat,
+with an interval of 95 % by resampling. Times are over all
 requests of all repeats: to the first token from sending the request, and per token after it, as
 the client sees them. The same prompt with the same seed must give the same text in all three ways;
 where it does not, that is told and the exit status is 1. The clients run on the same machine and
@@ -32,6 +34,7 @@ import httpx2
 
 from benchmarks.conditions import conditions, print_conditions, print_table, write_json
 from benchmarks.serving import Server, add_arguments, chunks, running
+from outrider.lab.stats import bootstrap_median
 from tests.e2e.prompts import PROMPTS
 
 WAYS = ("off", "fixed", "auto")
@@ -117,6 +120,17 @@ async def turn(server: Server, args: argparse.Namespace, way: str, clients: int)
         return Turn(way, clients, time.perf_counter() - started, [*chain(*asked)])
 
 
+def against(turns: list[Turn], clients: int, way: str, base: str) -> dict[str, Any]:
+    """A way's throughput by another's, repeat by repeat: median, and its interval."""
+    ours, others = (
+        [one.tokens_per_s for one in turns if (one.way, one.clients) == (which, clients)]
+        for which in (way, base)
+    )
+    ratios = [a / b for a, b in zip(ours, others, strict=True)]
+    interval = bootstrap_median(ratios) if way != base else None
+    return {"against_off": statistics.median(ratios), "against_off_interval": interval}
+
+
 def differences(turns: list[Turn]) -> list[dict[str, Any]]:
     """Requests whose text was not the same in every turn."""
     texts: dict[int, dict[str, str]] = {}
@@ -149,6 +163,11 @@ def _quantile(values: list[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")
 
 
+def _ratio(median: float, interval: tuple[float, float] | None) -> str:
+    """With its interval."""
+    return f"{median:.2f}" + (f" ({interval[0]:.2f} to {interval[1]:.2f})" if interval else "")
+
+
 def main() -> None:
     """Run all turns and tell."""
     ap = argparse.ArgumentParser(
@@ -158,6 +177,7 @@ def main() -> None:
     ap.add_argument("--clients", default="1,4,8,16")
     ap.add_argument("--requests", type=int, default=4, help="of each client in a turn")
     ap.add_argument("--repeats", type=int, default=3)
+    ap.add_argument("--ways", default=",".join(WAYS), help="which of off, fixed and auto")
     ap.add_argument("--max-tokens", type=int, default=64)
     ap.add_argument("--temperature", type=float, default=0.0)
     ap.add_argument("--fixed", type=int, default=5, help="draft length of the way 'fixed'")
@@ -166,30 +186,34 @@ def main() -> None:
     ap.add_argument("--json", default="")
     args = ap.parse_args()
     counts = [int(part) for part in args.clients.split(",")]
+    ways = tuple(args.ways.split(","))
+    if unknown := set(ways) - set(WAYS):
+        ap.error(f"--ways is of {', '.join(WAYS)}; got {', '.join(sorted(unknown))}")
     turns: list[Turn] = []
     with running(args) as server:
         told = conditions(args) | {"model": server.model}
         print_conditions(told)
         asyncio.run(turn(server, args, "auto", 1))  # what is compiled or measured once
         for repeat, clients in product(range(args.repeats), counts):
-            shift = (repeat + counts.index(clients)) % len(WAYS)
-            for way in WAYS[shift:] + WAYS[:shift]:
+            shift = (repeat + counts.index(clients)) % len(ways)
+            for way in ways[shift:] + ways[:shift]:
                 turns.append(asyncio.run(turn(server, args, way, clients)))
                 print(f"\r{len(turns)} turns", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
-    rows = [summary(turns, clients, way) for clients, way in product(counts, WAYS)]
-    base = {row["clients"]: row["tokens_per_s"] for row in rows if row["speculation"] == "off"}
-    for row in rows:
-        row["against_off"] = row["tokens_per_s"] / base[row["clients"]]
+    base = "off" if "off" in ways else ways[0]
+    rows = [
+        summary(turns, clients, way) | against(turns, clients, way, base)
+        for clients, way in product(counts, ways)
+    ]
     differ = differences(turns)
-    head = ("clients", "speculation", "tokens/s", "against off", "first token p50, p99 (ms)",
+    head = ("clients", "speculation", "tokens/s", f"against {base}", "first token p50, p99 (ms)",
             "per token p50, p99 (ms)", "requests")  # fmt: skip
     lines = [
         (
             row["clients"],
             row["speculation"],
             f"{row['tokens_per_s']:.1f}",
-            f"{row['against_off']:.2f}",
+            _ratio(row["against_off"], row["against_off_interval"]),
             f"{row['first_token_p50_ms']:.0f}, {row['first_token_p99_ms']:.0f}",
             f"{row['per_token_p50_ms']:.1f}, {row['per_token_p99_ms']:.1f}",
             row["requests"],
