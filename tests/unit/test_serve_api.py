@@ -306,7 +306,11 @@ MESSAGES = [{"role": "user", "content": "a"}]
             "messages.0.content",
         ),
         (CHAT, {"messages": MESSAGES, "top_logprobs": 2}, 400, "invalid_value", "'logprobs'"),
-        (CHAT, {"messages": MESSAGES * 1025}, 413, None, "4,000 bytes"),
+        (CHAT, {"messages": MESSAGES * 1025}, 413, "body_too_large", "4,000 bytes"),
+        (TEXT, {"min_tokens": 5, "max_tokens": 4}, 400, "invalid_value", "no text has both"),
+        (TEXT, {"min_tokens": 17}, 400, "invalid_value", "'max_tokens' 16"),
+        (TEXT, {"logit_bias": {"+1": 1}}, 400, "invalid_value", "'+1'"),
+        (TEXT, {"logit_bias": {"1_0": 1}}, 400, "invalid_value", "'1_0'"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said(client, path, body, status, code, says):
@@ -355,6 +359,8 @@ def test_prompts_that_are_far_too_long_are_refused(chat):
         (b'{"model":"toy","prompt":"a","seed":' + b"9" * 3900 + b"}", 400),
         (b'{"model":"toy","prompt":' + b"[" * 1900 + b"]" * 1900 + b"}", 400),
         (b"[" * 3900, 400),
+        ('{"model":"toy","prompt":"a"}'.encode("utf-16"), 400),
+        ('{"model":"toy","prompt":"a"}'.encode("utf-32-be"), 400),
         (b" " * 4001, 413),
     ],
 )

@@ -37,7 +37,7 @@ from outrider.serve.limits import Limits
 from outrider.serve.logprobs import Words
 from outrider.serve.metrics import Metrics
 from outrider.serve.orders import Intake, Order
-from outrider.serve.refusals import RefusalError, of_error, of_validation
+from outrider.serve.refusals import RefusalError, of_error, of_status, of_validation
 from outrider.serve.scheduler import Done, Event, Failed, Job, Scheduler, Tokens
 from outrider.serve.schema import ChatRequest, CompletionRequest
 
@@ -190,12 +190,10 @@ def create_app(service: Service) -> FastAPI:
     async def other(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         told = {
-            400: "The body cannot be read: it must be JSON in UTF-8, not nested too deep.",
             404: f"There is nothing at this path; there is {', '.join(_PATHS)}.",
-            408: "The body did not come in time.",
             413: f"The body is larger than {service.limits.body_bytes:,} bytes.",
-        }.get(error.status_code, f"{error.detail}.")
-        answer = RefusalError(error.status_code, told)
+        }
+        answer = of_status(error.status_code, told.get(error.status_code, ""))
         answer.headers.update(error.headers or {})
         return await refused(request, answer)
 

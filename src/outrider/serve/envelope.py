@@ -145,10 +145,13 @@ class Envelope:
                     message = await receive()
             except TimeoutError:
                 raise HTTPException(408) from None
-            left -= len(message.get("body", b""))
+            body = message.get("body", b"")
+            left -= len(body)
             whole = not message.get("more_body", False)
             if left < 0:
                 raise HTTPException(413)
+            if b"\0" in body:  # in another encoding than UTF-8, which a parser might take
+                raise HTTPException(400)
             return message
 
         return read

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Collection
 from contextlib import suppress
@@ -389,7 +390,7 @@ class Intake:
             asked = other if asked is None else asked
         if asked is None:
             default = most if isinstance(request, ChatRequest) else _COMPLETION_TOKENS
-            return min(default, most, room)
+            asked = min(default, most, room)
         if asked > most:
             raise _too_many(name, "tokens", most)
         if asked > room:
@@ -399,6 +400,11 @@ class Intake:
                 f"context holds {room + prompt_tokens}.",
                 code="context_length_exceeded",
                 param=name,
+            )
+        if (request.min_tokens or 0) > asked:
+            raise _refused(
+                f"'min_tokens' is {request.min_tokens}, '{name}' {asked}: no text has both.",
+                "min_tokens",
             )
         return asked
 
@@ -410,18 +416,16 @@ def _top_logprobs(request: Request) -> int | None:
     return request.logprobs
 
 
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,17}")
+
+
 def _token_ids(biases: dict[str, float]) -> dict[int, float]:
-    try:
-        if not all(token.isascii() for token in biases):
-            raise ValueError("digits of another script")
-        return {int(token): bias for token, bias in biases.items()}
-    except ValueError as error:
-        raise RefusalError(
-            400,
-            "'logit_bias' maps token ids to numbers.",
-            code="invalid_value",
-            param="logit_bias",
-        ) from error
+    # Digits alone: of "7" and "+7", which are one token to int(), one would be ignored.
+    if wrong := [token for token in biases if not _TOKEN_ID.fullmatch(token)]:
+        raise _refused(
+            f"'logit_bias' maps token ids to numbers; got the token {wrong[0]!r}.", "logit_bias"
+        )
+    return {int(token): bias for token, bias in biases.items()}
 
 
 def _refused(message: str, param: str) -> RefusalError:

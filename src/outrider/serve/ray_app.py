@@ -35,7 +35,7 @@ from outrider.serve.envelope import Envelope
 from outrider.serve.limits import Limits
 from outrider.serve.logs import log
 from outrider.serve.metrics import Metrics
-from outrider.serve.refusals import RefusalError
+from outrider.serve.refusals import RefusalError, of_status
 
 __all__ = ["APPLICATION", "Asked", "Front", "Plan", "Replica", "Scale", "application", "with_seed"]
 
@@ -389,8 +389,7 @@ async def _asked(request: Request) -> tuple[Asked, bool]:
     try:
         body = await request.body()
     except HTTPException as error:
-        told = {408: "The body did not come in time.", 413: "The body is too large."}
-        raise RefusalError(error.status_code, told.get(error.status_code, "")) from error
+        raise of_status(error.status_code) from error
     stream = False
     if request.method == "POST":
         body, stream = with_seed(body, secrets.randbits(63))

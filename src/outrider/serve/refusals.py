@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from http import HTTPStatus
 from typing import Any
 
 from fastapi.responses import JSONResponse
@@ -17,7 +18,7 @@ from outrider.errors import (
 )
 from outrider.registry import did_you_mean
 
-__all__ = ["RefusalError", "of_error", "of_validation"]
+__all__ = ["RefusalError", "of_error", "of_status", "of_validation"]
 
 
 class RefusalError(Exception):
@@ -85,6 +86,25 @@ def of_error(error: Exception) -> RefusalError:
         return RefusalError(500, str(error), code="engine_error")
     # Whatever else it says may name files of the server.
     return RefusalError(500, f"The server failed: {type(error).__name__}.", code="internal_error")
+
+
+_BY_STATUS = {
+    400: ("invalid_json", "The body cannot be read: it must be JSON in UTF-8, not too deep."),
+    404: ("not_found", ""),
+    405: ("method_not_allowed", ""),
+    408: ("body_timeout", "The body did not come in time."),
+    413: ("body_too_large", "The body is too large."),
+}
+
+
+def of_status(status: int, message: str = "") -> RefusalError:
+    """From a status that the framework gives, with words of its own if there are none.
+
+    >>> of_status(413).code
+    'body_too_large'
+    """
+    code, told = _BY_STATUS.get(status, (None, ""))
+    return RefusalError(status, message or told or f"{HTTPStatus(status).phrase}.", code=code)
 
 
 _FORM = re.compile(r"str|int|float|bool|[A-Z_]\w*|[\w-]+\[.*\]")
