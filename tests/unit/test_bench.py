@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from outrider import Engine
+from outrider.engine import generation
 from outrider.engine.prompts import PromptRecord
 from outrider.errors import NumericalError, PromptError, TokenizerMismatchError, UsageError
 from outrider.lab.bench import Bench
@@ -50,6 +51,35 @@ class TestTurns:
         order = [(r.repeat, r.prompt) for r in bench(engine, repeats=2).run()]
         assert order == sorted(order)
         assert list(Counter(order).values()) == [4] * 8
+
+    @pytest.mark.parametrize("batch", [1, 2])
+    def test_configurations_alternate_within_a_prompt(self, engine, batch, monkeypatch):
+        """A round of each, for as long as both have any to come; by prompt, one after the other."""
+
+        def played(turns):
+            rounds: list[int] = []
+            real = generation.Generation.settle
+
+            def settle(self, *arguments):
+                rounds.append(id(self))
+                return real(self, *arguments)
+
+            monkeypatch.setattr(generation.Generation, "settle", settle)
+            two = [Configuration("none", label="other")]
+            made = Bench(
+                engine, PROMPTS[:batch], two, max_tokens=6, batches=(batch,), turns=turns,
+                ignore_eos=True,
+            )  # fmt: skip
+            texts = {(r.configuration, r.prompt): r.token_ids for r in made.run()}
+            monkeypatch.setattr(generation.Generation, "settle", real)
+            who = [list(dict.fromkeys(rounds)).index(one) // batch for one in rounds]
+            return who, texts
+
+        by_token, texts = played("token")
+        by_prompt, same = played("prompt")
+        assert by_token == ([0] * batch + [1] * batch) * 6
+        assert by_prompt == [0] * batch * 6 + [1] * batch * 6
+        assert texts == same
 
     def test_the_order_is_shuffled_and_the_seeds_alone(self, engine):
         def orders(seed):

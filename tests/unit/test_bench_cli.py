@@ -148,9 +148,9 @@ class TestLog:
         measured = []
         real = lab.Bench._measure
 
-        def counted(self, configuration, turn, order):
-            measured.append((configuration.label, turn.prompt))
-            return real(self, configuration, turn, order)
+        def counted(self, group, turn):
+            measured.extend((one.label, turn.prompt) for _, one in group)
+            return real(self, group, turn)
 
         monkeypatch.setattr(lab.Bench, "_measure", counted)
         found = json.loads(run(*asked, "--log", str(place), "--json"))
@@ -227,11 +227,11 @@ class TestLog:
         real = lab.Bench._measure
         done = []
 
-        def stopped(self, configuration, turn, order):
+        def stopped(self, group, turn):
             if len(done) == 4:
                 raise KeyboardInterrupt
-            done.append(turn)
-            return real(self, configuration, turn, order)
+            done.extend(group)
+            return real(self, group, turn)
 
         monkeypatch.setattr(lab.Bench, "_measure", stopped)
         shown = run(*asked, "--log", str(place), code=130)

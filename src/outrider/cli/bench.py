@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -20,7 +20,7 @@ from outrider.errors import UsageError
 if TYPE_CHECKING:
     from outrider.cli.screen import Screen
     from outrider.engine.prompts import PromptRecord
-    from outrider.lab.bench import Bench
+    from outrider.lab.bench import Bench, Turns
     from outrider.lab.configuration import Configuration
     from outrider.lab.peers import Peer
     from outrider.lab.record import Log, Record
@@ -37,8 +37,8 @@ _SPECULATION = "Speculation"
 # not one measurement.
 _FIXED = (
     "target", "prompts_sha256", "request", "temperatures", "batches", "configurations", "seed",
-    "runtime", "dtype", "adapter_mode", "system", "cpu", "threads", "gpu", "outrider", "torch",
-    "transformers", "numba", "peers", "cluster",
+    "turns", "runtime", "dtype", "adapter_mode", "system", "cpu", "threads", "gpu", "outrider",
+    "torch", "transformers", "numba", "peers", "cluster",
 )  # fmt: skip
 _FIXED_OF_TARGET = ("fingerprint", "precision", "device", "class", "profile", "peers")
 
@@ -92,6 +92,14 @@ def bench(
             rich_help_panel=_MEASURING,
         ),
     ] = 1,
+    turns: Annotated[
+        Literal["token", "prompt"],
+        typer.Option(
+            "--turns",
+            help="By what all take turns: token, or prompt (as on GPUs always).",
+            rich_help_panel=_MEASURING,
+        ),
+    ] = "token",
     batch: Annotated[
         list[int] | None,
         typer.Option(
@@ -144,7 +152,7 @@ def bench(
     """Measure drafters, rules and draft lengths against plain decoding.
 
     Plain decoding is always measured too, on the same target, prompts and sampling values. All
-    take turns prompt by prompt, in a shuffled order, so that a drift of the machine's speed falls
+    take turns token by token, in a shuffled order, so that a drift of the machine's speed falls
     on all. With neither --config nor --drafter, what generate does by itself is measured.
 
     Interrupt it at any time: what is finished is told, and with --log the same command goes on.
@@ -169,6 +177,7 @@ def bench(
             repeats=repeats,
             seed=seed,
             entropies=entropy,
+            turns=turns,
         )
         load = {
             "runtime": runtime, "dtype": dtype, "device": device, "adapter_mode": adapter_mode
@@ -196,6 +205,7 @@ class _Wanted:
         repeats: int,
         seed: int,
         entropies: bool,
+        turns: Turns,
     ) -> None:
         self.configurations = configurations
         self.peers = peers
@@ -205,6 +215,7 @@ class _Wanted:
         self.repeats = repeats
         self.seed = seed
         self.entropies = entropies
+        self.turns = turns
 
     def check(self, load: Mapping[str, Any]) -> None:
         """Tell what is wrong before a model is loaded for it."""
@@ -245,6 +256,7 @@ class _Wanted:
             "sampling": self._sampling,
             "ignore_eos": self.request["ignore_eos"],
             "entropies": self.entropies,
+            "turns": self.turns,
             "adapter": adapter,
         }
 
@@ -258,6 +270,7 @@ class _Wanted:
             "batches": self.batches,
             "configurations": [asdict(one) for one in self.configurations],
             "seed": self.seed,
+            "turns": self.turns,
         }
         # Not an empty list: logs from before there were peers are gone on with.
         return told | ({"peers": [{"label": p.label} for p in self.peers]} if self.peers else {})

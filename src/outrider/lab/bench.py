@@ -1,17 +1,19 @@
 """The measurement: configurations and plain decoding in turns, prompt by prompt.
 
-A turn is one prompt at one temperature, decoded by every configuration and by plain decoding one
-after the other, in an order shuffled from the seed. So a drift of the machine's speed falls on
-all, and none always comes after the same one. Target, precision, prompt, sampling values and seed
-are the same for all.
+A turn is one prompt at one temperature, decoded by every configuration and by plain decoding, in
+an order shuffled from the seed: a token of one, a token of the next, and so on until all have come
+to their ends, each timed by its own rounds alone. So a drift of the machine's speed falls on all
+within milliseconds, and none always comes after the same one. On a GPU, where memory is told for
+each apart, and with turns by prompt, one decodes the whole prompt after the other. Target,
+precision, prompt, sampling values and seed are the same for all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -27,15 +29,20 @@ from outrider.lab.peers import Ask, Peer, Stage, changed, check_peers
 from outrider.lab.provenance import model_conditions
 from outrider.lab.record import Record
 from outrider.models.hf import first_line
+from outrider.protocols import Model
 
-__all__ = ["Bench", "Key", "Turn", "check_measurable"]
+__all__ = ["Bench", "Key", "Turn", "Turns", "check_measurable"]
 
 _WARM_UP_TOKENS = 16
 _LARGEST_BATCH = 256
 _SEEDS = 1 << 62
+_OVER = object()
 
 Key = tuple[str, int, int, int, float, str]
 """Of a record: configuration, prompt, repeat, batch, temperature and adapter."""
+
+Turns = Literal["token", "prompt"]
+"""What configurations take turns by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +69,35 @@ class Turn:
     def prompts(self) -> tuple[int, ...]:
         """All that are recorded."""
         return self.prompt, *self.beside
+
+
+@dataclass
+class _Lane:
+    """A configuration's share of a turn: one generation, or several side by side."""
+
+    configuration: Configuration
+    order: int
+    streams: Sequence[Generation]
+    texts: dict[int, list[str]] = field(default_factory=dict)
+
+    def decode(self, model: Model) -> Iterator[None]:
+        """Run to the end, a token, or a step of all, at a time."""
+        self.texts = {id(one): [] for one in self.streams}
+        if len(self.streams) == 1:
+            (stream,) = self.streams
+            for piece in stream:
+                self.texts[id(stream)].append(piece.text)
+                yield
+            return
+        batch = Batch(model)
+        for one in self.streams:
+            batch.add(one)
+        while len(batch):
+            for step in batch.step():
+                if step.error is not None:
+                    raise step.error
+                self.texts[id(step.generation)] += [piece.text for piece in step.pieces]
+            yield
 
 
 def check_measurable(
@@ -134,6 +170,8 @@ class Bench:
         What to call the target's adapter; empty if it has none.
     peers
         Other programs, measured in the same turns; ``lab.peers.running`` starts and stops them.
+    turns
+        By what configurations take turns: ``token`` or ``prompt``.
 
     Raises
     ------
@@ -167,6 +205,7 @@ class Bench:
         entropies: bool = True,
         adapter: str = "",
         peers: Sequence[Peer] = (),
+        turns: Turns = "token",
     ) -> None:
         check_measurable(
             configurations, temperatures, batches=batches, peers=peers, sampling=sampling
@@ -194,6 +233,7 @@ class Bench:
         self._entropies = entropies
         self._known_entropies: dict[tuple[int, tuple[int, ...]], list[float]] = {}
         self._device = torch.device(getattr(engine.model, "device", "cpu"))
+        self._by_token = turns == "token" and self._device.type != "cuda"
 
     @property
     def total(self) -> int:
@@ -265,69 +305,80 @@ class Bench:
         for turn in self.turns():
             if prompts is not None and turn.prompt not in prompts:
                 continue
-            for order, one in enumerate(turn.order):
-                keys = [
-                    (one.label, n, turn.repeat, turn.batch, turn.temperature) for n in turn.prompts
-                ]
-                if any((*key, self.adapter) not in done for key in keys):
-                    made = (
-                        self._measure(one, turn, order)
-                        if isinstance(one, Configuration)
-                        else self._measure_peer(one, turn, order)
-                    )
-                    for key, record in zip(keys, made, strict=True):
-                        if (*key, self.adapter) not in done:
+            wanted = [
+                (order, one)
+                for order, one in enumerate(turn.order)
+                if any(key not in done for key in self._keys(one, turn))
+            ]
+            for group in self._groups(wanted):
+                made = self._measure(group, turn)
+                for (_, one), records in zip(group, made, strict=True):
+                    for key, record in zip(self._keys(one, turn), records, strict=True):
+                        if key not in done:
                             yield record
+
+    def _keys(self, one: Configuration | Peer, turn: Turn) -> list[Key]:
+        return [
+            (one.label, n, turn.repeat, turn.batch, turn.temperature, self.adapter)
+            for n in turn.prompts
+        ]
+
+    def _groups(
+        self, wanted: Sequence[tuple[int, Configuration | Peer]]
+    ) -> list[list[tuple[int, Configuration | Peer]]]:
+        """Those that take turns by token, and each of the others, in the turn's order."""
+        together = [one for one in wanted if self._by_token and isinstance(one[1], Configuration)]
+        groups = [[one] for one in wanted if one not in together]
+        return sorted([together, *groups] if together else groups, key=lambda group: group[0][0])
 
     def measure(self, configuration: Configuration, prompt: int, temperature: float) -> Record:
         """One generation, outside the turns."""
-        (record,) = self._measure(configuration, Turn(0, prompt, 1, temperature, ()), 0)
+        ((record,),) = self._measure([(0, configuration)], Turn(0, prompt, 1, temperature, ()))
         return record
 
-    def _measure(self, configuration: Configuration, turn: Turn, order: int) -> list[Record]:
+    def _measure(
+        self, group: Sequence[tuple[int, Configuration | Peer]], turn: Turn
+    ) -> list[list[Record]]:
+        """Each one's records; several take turns by token."""
         on_gpu = self._device.type == "cuda"
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(self._device)
         together = (*turn.prompts, *turn.fillers)
-        streams = [self._stream(configuration, n, turn.temperature) for n in together]
-        texts, peak = self._decode(streams), peak_bytes(self._device)
+        lanes = []
+        for order, one in group:
+            if not isinstance(one, Configuration):
+                return [self._measure_peer(one, turn, order)]
+            streams = [self._stream(one, n, turn.temperature) for n in together]
+            lanes.append(_Lane(one, order, streams))
+        running = [lane.decode(self.engine.model) for lane in lanes]
+        while running:
+            running = [steps for steps in running if next(steps, _OVER) is not _OVER]
+        peak = peak_bytes(self._device)
+        return [self._records(lane, turn, peak) for lane in lanes]
+
+    def _records(self, lane: _Lane, turn: Turn, peak: int | None) -> list[Record]:
         records = []
-        for n, stream, pieces in zip(turn.prompts, streams, texts, strict=False):  # no fillers
+        for n, stream in zip(turn.prompts, lane.streams, strict=False):  # no fillers
             output, cache = stream.output, stream.session.cache
             held = cache_bytes(cache)
             records.append(
                 Record.of(
                     output,
-                    configuration=configuration.label,
+                    configuration=lane.configuration.label,
                     prompt=n,
                     kind=self.kinds[n],
                     repeat=turn.repeat,
                     batch=turn.batch,
                     temperature=turn.temperature,
-                    pieces=pieces,
+                    pieces=lane.texts[id(stream)],
                     entropies=self._entropies_of(n, output.token_ids, cache),
                     adapter=self.adapter,
-                    order=order,
+                    order=lane.order,
                     cache_bytes=held,
                     peak_bytes=peak,
                 )
             )
         return records
-
-    def _decode(self, streams: Sequence[Generation]) -> list[list[str]]:
-        """Run them to their ends, side by side if there are several; each one's pieces of text."""
-        if len(streams) == 1:
-            return [[piece.text for piece in streams[0]]]
-        texts: dict[int, list[str]] = {id(one): [] for one in streams}
-        batch = Batch(self.engine.model)
-        for one in streams:
-            batch.add(one)
-        while len(batch):
-            for step in batch.step():
-                if step.error is not None:
-                    raise step.error
-                texts[id(step.generation)] += [piece.text for piece in step.pieces]
-        return list(texts.values())
 
     def _measure_peer(self, peer: Peer, turn: Turn, order: int) -> list[Record]:
         ask = self._ask(turn.prompt, turn.temperature, self._request["max_tokens"])
