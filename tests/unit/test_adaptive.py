@@ -18,6 +18,7 @@ from outrider.engine import pricing
 from outrider.errors import SamplingError, UsageError
 from outrider.models.tokenizer import ToyTokenizer
 from outrider.models.toy import ToyModel
+from outrider.policies import adaptive
 from outrider.policies.adaptive import Adaptive
 from outrider.policies.fixed import Fixed
 from outrider.rules.coupled import Coupled
@@ -93,11 +94,51 @@ def test_patience_starts_afresh_when_drafts_pay_again():
         return found
 
     last, but_one = asked(120, stands=False)[:-3:-1]
-    assert last - but_one == 17
+    assert last - but_one == 29  # 17, and longer for what was lost on balance
     assert asked(160, stands=True)[-20:] == list(range(140, 160))
     in_vain = asked(60, stands=False)
     pauses = [b - a for a, b in itertools.pairwise(in_vain) if b - a > 1]
     assert pauses[:3] == [5, 9, 17]
+
+
+def drafted_by_the_sure(policy, rounds, stands):
+    """Tokens that a drafter gets scored who is always sure and, round by round, right or not."""
+    found = []
+    for i in range(rounds):
+        proposal = Proposal()
+        if policy.hopes() and policy.length():
+            proposal = policy.trim(chain(0.9, source="sure"))
+        policy.learn(proposal, [0] if len(proposal) and stands(i) else [])
+        found.append(len(proposal))
+    return found
+
+
+def test_what_is_lost_on_balance_is_bounded(monkeypatch):
+    """However sure a drafter is of what never stands."""
+    price = Price((1, 2), (1.0, 1.3))
+    lost = 0.3 * sum(drafted_by_the_sure(Adaptive(4, price), 400, lambda i: False))
+    assert lost < 5
+    monkeypatch.setattr(adaptive, "_DISTRUST", 1e9)
+    assert 0.3 * sum(drafted_by_the_sure(Adaptive(4, price), 400, lambda i: False)) > 1.2 * lost
+
+
+def test_a_text_that_takes_to_drafts_late_is_found_out():
+    policy = Adaptive(4, Price((1, 2), (1.0, 1.3)))
+    drafted = drafted_by_the_sure(policy, 600, lambda i: i >= 300)
+    assert sum(drafted[:300]) < 20
+    assert sum(drafted[-100:]) == 100
+
+
+def test_drafters_are_looked_at_less_while_nothing_is_drafted():
+    policy = Adaptive(4, Price((1, 2), (1.0, 1.3)))
+    looked = []
+    for _ in range(24):
+        looked.append(policy.hopes())
+        policy.learn(Proposal(), [])
+    assert looked == [True] * 8 + [False, False, False, True] * 4
+    policy.hopes()
+    policy.learn(chain(0.9), [0])
+    assert policy.hopes()
 
 
 def test_a_drafter_that_is_asked_again_is_scored_too():

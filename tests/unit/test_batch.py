@@ -15,6 +15,7 @@ from outrider.engine.batch import Batch
 from outrider.errors import NumericalError, ProposalError, UsageError
 from outrider.models.tokenizer import ToyTokenizer
 from outrider.models.toy import ToyModel
+from outrider.policies import adaptive
 from outrider.policies.adaptive import Adaptive
 from tests.small_models import garbage, module, native, some_tokens
 
@@ -226,6 +227,7 @@ def test_in_a_crowd_no_drafter_is_asked_and_afterwards_it_is_again(engine, monke
     monkeypatch.setattr(
         Adaptive, "beside", lambda self, *_: setattr(self, "_others", (crowd[0], float(crowd[0])))
     )
+    monkeypatch.setattr(adaptive, "_IDLE", 99)  # not for want of drafts
     price = Price((1, 2), (1.0, 1.5))
     monkeypatch.setattr(type(engine), "price", lambda *_: price)
     start = NgramDrafter.start

@@ -97,18 +97,20 @@ def test_a_drafter_without_a_price_takes_none():
     assert meter.step_of("free") == 0.0
 
 
-def played(policy: Adaptive, more: float, count: int, one: float = 0.008) -> list[int]:
-    """Rounds with a drafter whose single token stands in four of ten; how many drafted."""
+def played(
+    policy: Adaptive, more: float, count: int, one: float = 0.008, stands: float = 0.4
+) -> list[int]:
+    """Rounds with a drafter whose single token stands so often; how many drafted."""
     chance, drafted = random.Random(3), []
     for _ in range(count):
         wanted = policy.asks("slow")
         proposal = Proposal()
         if wanted:
-            proposal = policy.trim(Proposal.chain([1], confidence=[0.4], source="slow"))
+            proposal = policy.trim(Proposal.chain([1], confidence=[stands], source="slow"))
         n = 1 + len(proposal)
         draft_s = one * 0.2 * wanted
         policy.took(proposal, draft_s, draft_s + one * (PRICE.of(n) + more * (n - 1)))
-        policy.learn(proposal, [0] if len(proposal) and chance.random() < 0.4 else [])
+        policy.learn(proposal, [0] if len(proposal) and chance.random() < stands else [])
         drafted.append(len(proposal))
     return drafted
 
@@ -121,7 +123,7 @@ def test_drafting_stops_where_rows_turn_out_dear():
 
 
 def test_a_round_without_a_draft_shows_now_and_then_what_drafts_cost():
-    without = [i for i, n in enumerate(played(Adaptive(4, PRICE), 0.0, 200)) if not n]
+    without = [i for i, n in enumerate(played(Adaptive(4, PRICE), 0.0, 200, stands=0.5)) if not n]
     assert 2 <= len(without) <= 30
 
 

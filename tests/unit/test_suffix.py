@@ -144,6 +144,25 @@ def test_growing_and_changed_texts_are_indexed_alike(pieces):
         assert list(session.propose(text, 4, NEVER).tokens) == proposed(SuffixDrafter(), text, 4)
 
 
+@given(st.lists(st.integers(0, 2), max_size=30), st.integers(1, 4))
+def test_a_text_indexed_when_it_is_of_use_proposes_as_one_indexed_at_once(text, shortest):
+    drafter = SuffixDrafter(shortest=shortest)
+    session = drafter.start(text[:3], 100)
+    for end in range(3, len(text) + 1):
+        known = longest_followed([text[:end]], text[:end], 31)
+        found = session.propose(text[:end], 4, NEVER)
+        assert bool(len(found)) == (len(known) >= shortest)
+        assert list(found.tokens) == proposed(drafter, text[:end], 4)
+
+
+def test_a_text_that_repeats_nothing_is_not_indexed(monkeypatch):
+    """To index a token takes some 50 µs, and a prompt has many."""
+    monkeypatch.setattr(SuffixAutomaton, "extend", None)
+    session = SuffixDrafter(shortest=3).start(range(100), 300)
+    for end in range(101, 150):
+        assert not len(session.propose(range(end), 4, NEVER))
+
+
 # --- trees ---------------------------------------------------------------------------------------
 
 

@@ -144,28 +144,42 @@ class _SuffixSession:
     def __init__(self, drafter: SuffixDrafter, prompt: Sequence[int]) -> None:
         self._drafter = drafter
         self._text: list[int] = []
-        self._index(prompt)
+        self._own = SuffixAutomaton(drafter.longest)
+        self._followed: set[tuple[int, ...]] = set()
+        """Of the shortest matches, those that the text has gone on from."""
+        self._note(prompt)
         # A drafter is not told when a request is over: its session is let go then. The text alone
         # is held on to, and no text is worth keeping at the end of the program.
         if drafter.store.tokens:
             weakref.finalize(self, drafter.store.put, self._text).atexit = False
 
-    def _index(self, tokens: Sequence[int]) -> None:
-        if common_prefix(self._text, tokens) < len(self._text) or not self._text:
-            self._text.clear()  # another text than the one indexed so far
-            self._own = SuffixAutomaton(self._drafter.longest)
-        new = tokens[len(self._text) :]
-        self._own.extend(new)
-        self._text.extend(new)
+    def _note(self, tokens: Sequence[int]) -> None:
+        known = len(self._text)
+        if common_prefix(self._text, tokens) < known:  # another text than the one so far
+            self._text.clear()
+            self._followed.clear()
+            self._own, known = SuffixAutomaton(self._drafter.longest), 0
+        self._text.extend(tokens[known:])
+        least = self._drafter.shortest
+        for end in range(max(least, known), len(self._text)):
+            self._followed.add(tuple(self._text[end - least : end]))
+
+    def _own_place(self) -> Place:
+        """Where the text's longest suffix was before. To index a token takes as long as to look up
+        fifty, so the text is indexed only when its end has been there before."""
+        if tuple(self._text[-self._drafter.shortest :]) not in self._followed:
+            return Place(0, 0)
+        self._own.extend(self._text[self._own.size :])
+        return self._own.end()
 
     def propose(self, tokens: Sequence[int], length: int, pick: Pick) -> Proposal:
         drafter = self._drafter
         if length <= 0 and not drafter.store.tokens:
-            return Proposal()  # what came since is indexed when it is of use
-        self._index(tokens)
+            return Proposal()  # what came since is noted when it is of use
+        self._note(tokens)
         if length <= 0:
             return Proposal()
-        best, place = self._own, self._own.end()
+        best, place = self._own, self._own_place()
         with drafter.store.lock:
             for index in (drafter.corpus, *drafter.store.generations):
                 found = index.match(tokens) if index.size else Place(0, 0)

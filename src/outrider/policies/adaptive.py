@@ -33,6 +33,18 @@ _SOME = (1, 2, 4, 8, 16)
 _SURE = 0.8
 """What to hope for, beside others, of a drafter that was not asked yet."""
 
+_LEEWAY, _LEEWAY_RATE = 1.0, 0.005
+"""Tokens that drafts may have cost on balance, at first and for each token since, before they must
+be worth more than their time."""
+_BALANCE = -2.0
+"""What they have gained counts no further: an earlier gain is no reason to lose it."""
+_DISTRUST = 2.0
+"""Tokens lost beyond the leeway that make time twice as dear to drafts."""
+
+_IDLE, _GLANCE = 8, 4
+"""After so many rounds without a draft drafters are looked at in every fourth round alone: to find
+nothing takes time too, a few hundredths of a pass."""
+
 _RATE_TRIALS = 4.0
 """Passes that the first guess of tokens a pass counts for."""
 
@@ -72,11 +84,16 @@ class Adaptive:
     - ``trim`` leaves out of a proposal what is not worth its row. Only where nothing was drawn:
       a sampled token that is dropped for what it is would bias the output.
     - ``goes_on`` ends a chain where the next token is not worth its step and its row.
-    - ``hopes`` is lost where others fill the pass: no drafter is asked then.
+    - ``hopes`` is lost where others fill the pass, and for a few rounds where nothing was drafted
+      for long: no drafter is asked then.
     - ``asks`` leaves a drafter out for a while that does not pay for its own time.
     - ``took`` puts prices right by what rounds take.
     - ``length`` fixes the length of sampled drafts before anything is drawn: the γ with the most
       tokens a unit of time, each token standing with the chance that they had so far.
+
+    Chances that were too high show in the balance: what drafts have cost, in the time of so many
+    tokens, less what came of them. Where that is lost, λ is raised, so that a request which drafts
+    do no good soon has few, and a text that takes to them later is still found out.
 
     Everything depends on earlier rounds, on what is not drawn, and on prices, so every exact rule
     stays exact. Where the text itself depends on what is drafted (``rejection``, ``block``) prices
@@ -138,6 +155,11 @@ class Adaptive:
         self._trying: str | None = None
         self._granted: dict[str, int] = {}
         self._per_pass = _Rate()
+        self._lost = 0.0  # tokens, that drafts have cost on balance
+        self._emitted = 0
+        self._idle = 0  # rounds in which drafters were looked at, and nothing was drafted
+        self._rested = 0  # rounds since drafters were looked at, and before they last were
+        self._passed = 1
         self._others = (0, 0.0)
         self._cheapest: dict[int, float] = {}  # the price of a drafted token, by others' rows
 
@@ -158,13 +180,20 @@ class Adaptive:
         return cls(int(argument), price) if argument else cls(price=price)
 
     def hopes(self) -> bool:
-        """Whether tokens that stand every other time were worth their rows, and the asking."""
+        """Whether drafters are to be looked at: if tokens that stand every other time were worth
+        their rows, and the asking, and in idle times not in every round."""
         rows = self._others[0]
-        if not rows:
-            return True
-        if rows not in self._cheapest:
+        self._rested += 1
+        if rows and rows not in self._cheapest:
             self._cheapest[rows] = min((self._rows(n) + _ASKING) / n for n in _SOME)
-        return self._value * self._cheapest[rows] < _EVEN
+        if self._value * self._cheapest[rows] >= _EVEN if rows else self._dozes:
+            return False
+        self._passed, self._rested = self._rested, 0
+        return True
+
+    @property
+    def _dozes(self) -> bool:
+        return self._idle >= _IDLE and self._rested < _GLANCE
 
     def length(self) -> int:
         """The longest draft; of sampled ones, the best length at the acceptance seen so far."""
@@ -240,11 +269,16 @@ class Adaptive:
         """Count a round: each node whose parent stood was tried, and those in ``path`` stood."""
         self._trying = None
         source, stood = proposal.source, {ROOT, *path}
+        self._emitted += 1 + len(path)
+        spent = self._rows(len(proposal)) if len(proposal) else 0.0
         for asked, steps in self._granted.items():
             if steps:  # what was not even worth scoring is time lost too
+                spent += steps * self._price.step_of(asked)
                 worth = float(asked == source and len(path) > 0)
                 self._asked.setdefault(asked, _Rate()).add(worth, 1.0, self._memory)
         self._granted.clear()
+        self._idle = 0 if len(proposal) else self._idle + (self._rested == 0)
+        self._lost = max(_BALANCE, self._lost + self._pace * spent - len(path))
         cost = self._price.of(1 + len(proposal)) + proposal.depth * self._price.step_of(source)
         self._per_pass.add(1.0 + len(path), cost, self._memory)
         if not len(proposal):
@@ -271,7 +305,7 @@ class Adaptive:
         """Count a round without; whether it is time to see if things have changed, which takes the
         time of so many tokens."""
         wait = self._waits.setdefault(what, _Wait(self._retry))
-        wait.rounds += min(1.0, (_FAIR / loss) ** 2) if loss > 0 else 1.0
+        wait.rounds += self._passed * (min(1.0, (_FAIR / loss) ** 2) if loss > 0 else 1.0)
         if wait.rounds <= wait.patience:
             return False
         wait.rounds, wait.patience = 0.0, min(2 * wait.patience, 4 * self._retry)
@@ -299,7 +333,13 @@ class Adaptive:
 
     @property
     def _value(self) -> float:
-        """λ, tokens in the time of a one-row pass."""
+        """λ: what drafts must be worth in tokens, for the time of a one-row pass."""
+        beyond = self._lost - _LEEWAY - _LEEWAY_RATE * self._emitted
+        return self._pace * (1.0 + max(0.0, beyond) / _DISTRUST)
+
+    @property
+    def _pace(self) -> float:
+        """Tokens in the time of a one-row pass, as they came so far."""
         rows, tokens = self._others
         own = self._per_pass.mean(1.2, _RATE_TRIALS)
         return (own + tokens) / self._price.of(1 + rows)
