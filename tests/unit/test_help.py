@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 
 import pytest
 import typer
@@ -53,3 +55,13 @@ def test_commands_are_listed_with_a_line_of_what_they_do(capsys):
         main(["--help"])
     shown = capsys.readouterr().out
     assert re.search(r"^  bench +Measure drafters, rules", shown, re.MULTILINE)
+
+
+def test_the_end_of_a_command_is_not_waited_for():
+    """What libraries have made is not gone through once more; it took seconds."""
+    told = "import atexit, gc; atexit.register(lambda: print('kept', gc.get_freeze_count() > 1000))"
+    command = f"{told}; from outrider.cli.main import main; main(['--help'])"
+    shown = subprocess.run(
+        [sys.executable, "-c", command], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert shown.stdout.splitlines()[-1] == "kept True"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import io
 import os
 import sys
@@ -64,6 +66,9 @@ def _root(
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; a user's mistake ends in a message, never in a traceback."""
+    # At its end Python would go through all objects that libraries have made, for a second or two.
+    atexit.unregister(gc.freeze)
+    atexit.register(gc.freeze)
     for stream in (sys.stdout, sys.stderr):
         # A terminal that cannot show a character shows a question mark.
         if isinstance(stream, io.TextIOWrapper):
